@@ -1,0 +1,17 @@
+"""Built-in architecture families: one file each, holding only what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from poros_core.family import Family
+from poros_core.hookspecs import hookimpl
+from poros_families.qwen2 import QWEN2
+
+__all__ = ["poros_families"]
+
+
+@hookimpl
+def poros_families() -> Sequence[Family]:
+    """Offer the built-in families."""
+    return (QWEN2,)
