@@ -1,0 +1,88 @@
+"""Train LoRA adapters with the frozen base streamed from host memory, bit for bit.
+
+Names are resolved when they are first used, so that ``import poros`` and the command line work
+without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from poros._extras import missing_extra
+
+if TYPE_CHECKING:
+    from poros_core.determinism import deterministic
+    from poros_core.errors import (
+        CheckpointError,
+        GateError,
+        PluginError,
+        PorosError,
+        PrepareError,
+        SettingsError,
+        StateError,
+        UnsupportedModelError,
+    )
+    from poros_core.family import Family
+    from poros_core.hookspecs import hookimpl
+    from poros_core.load import load
+    from poros_core.prepare import prepare, unprepare
+
+    __version__: str
+
+__all__ = [
+    "CheckpointError",
+    "Family",
+    "GateError",
+    "PluginError",
+    "PorosError",
+    "PrepareError",
+    "SettingsError",
+    "StateError",
+    "UnsupportedModelError",
+    "__version__",
+    "deterministic",
+    "hookimpl",
+    "load",
+    "prepare",
+    "unprepare",
+]
+
+_HOMES = {
+    "CheckpointError": "poros_core.errors",
+    "Family": "poros_core.family",
+    "GateError": "poros_core.errors",
+    "PluginError": "poros_core.errors",
+    "PorosError": "poros_core.errors",
+    "PrepareError": "poros_core.errors",
+    "SettingsError": "poros_core.errors",
+    "StateError": "poros_core.errors",
+    "UnsupportedModelError": "poros_core.errors",
+    "deterministic": "poros_core.determinism",
+    "hookimpl": "poros_core.hookspecs",
+    "load": "poros_core.load",
+    "prepare": "poros_core.prepare",
+    "unprepare": "poros_core.prepare",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("poros-train")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'poros' has no attribute '{name}'")
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        message = missing_extra(error, what=f"poros.{name}")
+        if message is None:
+            raise
+        raise ImportError(message) from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
