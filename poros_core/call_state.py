@@ -1,0 +1,206 @@
+"""Everything besides weights and inputs that decides a block's numbers, captured per call.
+
+The recompute must see what the first forward saw: random-number state, autocast, which modules
+train, which adapters are active, which kernels are allowed. It is captured into a value that
+belongs to the call, so that two forwards before one backward do not disturb each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import nn
+
+__all__ = ["CallState", "capture", "restored"]
+
+
+@frozen(eq=False)
+class CallState:
+    """What one call of a block saw.
+
+    Attributes:
+        device: the compute device.
+        rng: states of the CPU generator and, with CUDA, the device's default generator.
+        autocast: per device type: enabled, dtype.
+        training: each module's train/eval mode.
+        adapters: each adapter layer's switches.
+        kernels: which attention kernels and matrix modes are allowed.
+    """
+
+    device: torch.device
+    rng: tuple[torch.Tensor, ...] = field(repr=False)
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    training: tuple[bool, ...] = field(repr=False)
+    adapters: tuple[_AdapterSwitches, ...] = field(repr=False)
+    kernels: _Kernels
+
+
+@frozen
+class _Kernels:
+    sdpa: tuple[bool, bool, bool, bool]
+    matmul_precision: str
+    deterministic: bool
+    warn_only: bool
+
+
+@frozen(eq=False)
+class _AdapterSwitches:
+    disabled: bool
+    active: Any
+    scaling: dict[str, float]
+
+
+def rng_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the states of the default generators that a block on ``device`` can draw from."""
+    states = (torch.get_rng_state(),)
+    if device.type == "cuda":
+        states += (torch.cuda.get_rng_state(device),)
+    return states
+
+
+def set_rng_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    """Put states back that ``rng_state`` returned."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class BlockModules:
+    """The modules of one block, listed once, so that a call only reads flags.
+
+    Adapters that PEFT adds later are found: every call compares the number of entries in the
+    containers that adapters live in.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = tuple(roots)
+        self._list()
+
+    def _list(self) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        self.modules = [module for root in self._roots for module in root.modules()]
+        self.tuners: list[Any] = [m for m in self.modules if isinstance(m, BaseTunerLayer)]
+        self._containers = [
+            child
+            for module in self.modules
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+            for child in module.children()
+            if isinstance(child, nn.ModuleDict | nn.ParameterDict)
+        ]
+        self._sizes = [len(container) for container in self._containers]
+
+    def refresh(self) -> bool:
+        """List the modules again if adapters came or went; say whether they did."""
+        if [len(container) for container in self._containers] == self._sizes:
+            return False
+        self._list()
+        return True
+
+
+def capture(device: torch.device, modules: BlockModules) -> CallState:
+    """Capture the state that a call of a block starts with. No device synchronisation."""
+    return CallState(
+        device=device,
+        rng=rng_state(device),
+        autocast=_autocast(device),
+        training=tuple(module.training for module in modules.modules),
+        adapters=_adapters(modules),
+        kernels=_kernels(),
+    )
+
+
+@contextmanager
+def restored(state: CallState, modules: BlockModules) -> Iterator[None]:
+    """Run a recompute under a call's state, and put the caller's back afterwards, even after an
+    exception.
+
+    Autocast runs without its weight cache: the cache would keep casts of this recompute's
+    adapters for the rest of the caller's region.
+    """
+    with ExitStack() as stack:
+        found_rng = rng_state(state.device)
+        stack.callback(set_rng_state, state.device, found_rng)
+        _restore_flags(stack, state, modules)
+        for device_type, enabled, dtype in state.autocast:
+            stack.enter_context(
+                torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+            )
+        set_rng_state(state.device, state.rng)
+        yield
+
+
+def _restore_flags(stack: ExitStack, state: CallState, modules: BlockModules) -> None:
+    found_training = tuple(module.training for module in modules.modules)
+    if found_training != state.training:
+        stack.callback(_set_training, modules, found_training)
+        _set_training(modules, state.training)
+    found_adapters = _adapters(modules)
+    stack.callback(_set_adapters, modules, found_adapters)
+    _set_adapters(modules, state.adapters)
+    found_kernels = _kernels()
+    if found_kernels != state.kernels:
+        stack.callback(_set_kernels, found_kernels)
+        _set_kernels(state.kernels)
+
+
+def _autocast(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types
+    )
+
+
+def _set_training(modules: BlockModules, flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules.modules, flags, strict=True):
+        module.training = flag
+
+
+def _adapters(modules: BlockModules) -> tuple[_AdapterSwitches, ...]:
+    return tuple(
+        _AdapterSwitches(
+            tuner._disable_adapters,
+            tuner._active_adapter,
+            dict(getattr(tuner, "scaling", {})),
+        )
+        for tuner in modules.tuners
+    )
+
+
+def _set_adapters(modules: BlockModules, switches: Sequence[_AdapterSwitches]) -> None:
+    for tuner, switch in zip(modules.tuners, switches, strict=True):
+        tuner._disable_adapters = switch.disabled
+        tuner._active_adapter = switch.active
+        if hasattr(tuner, "scaling"):
+            tuner.scaling.update(switch.scaling)
+
+
+def _kernels() -> _Kernels:
+    cuda: Any = torch.backends.cuda
+    return _Kernels(
+        sdpa=(
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        matmul_precision=cuda.matmul.fp32_precision,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set_kernels(kernels: _Kernels) -> None:
+    cuda: Any = torch.backends.cuda
+    flash, efficient, math, cudnn = kernels.sdpa
+    cuda.enable_flash_sdp(flash)
+    cuda.enable_mem_efficient_sdp(efficient)
+    cuda.enable_math_sdp(math)
+    cuda.enable_cudnn_sdp(cudnn)
+    cuda.matmul.fp32_precision = kernels.matmul_precision
+    torch.use_deterministic_algorithms(kernels.deterministic, warn_only=kernels.warn_only)

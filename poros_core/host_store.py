@@ -1,0 +1,265 @@
+"""The frozen base in host memory.
+
+One flat, aligned stretch per unit with a table of what lies where, so that one copy moves a unit.
+On a machine with CUDA the stretch is page-locked and mapped: the device can read it in place.
+
+[Note: Parked tensors]
+Between uses, a frozen parameter is a view of its unit's host stretch. With CUDA the view is a
+device tensor over mapped host memory (unified addressing): it takes no device memory, has the
+right shape, dtype and device, ``.to(device)`` leaves it alone, and whoever reads it outside the
+decoder's forward reads the true bytes, over the link. Embedding rows are gathered from it by the
+ordinary embedding kernel, so that no token id has to come to the host first.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from poros_core.errors import PrepareError
+from poros_core.protocols import TensorRef
+
+__all__ = ["ALIGNMENT", "HostBuffer", "HostStore", "TensorEntry", "UnitImage", "layout"]
+
+ALIGNMENT = 256
+"""Bytes. The CUDA allocator aligns to 512 and kernels choose by alignment up to 256 at most; a
+smaller alignment than a resident run's could select other kernels, and other bits."""
+
+_REGISTER_PORTABLE_MAPPED = 0x01 | 0x02
+"""``cudaHostRegisterPortable | cudaHostRegisterMapped`` (CUDA runtime API, memory management)."""
+
+
+@frozen
+class TensorEntry:
+    """Where one tensor lies in its unit's stretch.
+
+    Attributes:
+        ref: the place in the model that it is bound to.
+        offset: bytes from the start of the stretch, a multiple of ``ALIGNMENT``.
+        nbytes: its size in bytes.
+        dtype: its element type.
+        shape: its shape.
+        origin: the device that it was on when it was adopted.
+    """
+
+    ref: TensorRef
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    origin: torch.device
+
+
+class _MappedPointer:
+    """Carries a device pointer into ``torch.as_tensor`` by the CUDA array interface (version 2),
+    and keeps the memory behind it alive."""
+
+    def __init__(self, pointer: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+class HostBuffer:
+    """A page-aligned stretch of host memory, page-locked and mapped if a CUDA device will read it.
+
+    The size is exact: ``pin_memory()`` would round it up to a power of two.
+    """
+
+    def __init__(self, nbytes: int, *, device: torch.device) -> None:
+        """Allocate ``nbytes`` bytes for use with ``device``.
+
+        Raises:
+            PrepareError: the memory cannot be had or cannot be page-locked.
+        """
+        self.nbytes = nbytes
+        self.device = device
+        try:
+            self._map = mmap.mmap(-1, max(nbytes, 1))
+        except OSError as error:
+            raise PrepareError(
+                f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more were asked "
+                f"for ({error}). Free memory, or use a smaller model."
+            ) from error
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
+        if device.type == "cuda":
+            _page_lock(self, device)
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """Return a view of one tensor as ``device`` sees it, with a storage of its own."""
+        if self.device.type == "cuda":
+            pointer = self.bytes.data_ptr() + entry.offset
+            with torch.cuda.device(self.device):
+                flat = torch.as_tensor(
+                    _MappedPointer(pointer, entry.nbytes, self), device=self.device
+                )
+            return flat.view(entry.dtype).view(entry.shape)
+        count = entry.nbytes // entry.dtype.itemsize
+        return torch.frombuffer(
+            self._map, dtype=entry.dtype, count=count, offset=entry.offset
+        ).view(entry.shape)
+
+
+def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
+    runtime: Any = torch.cuda.cudart()
+    pointer, nbytes = buffer.bytes.data_ptr(), buffer.nbytes
+    with torch.cuda.device(device):
+        status = runtime.cudaHostRegister(pointer, nbytes, _REGISTER_PORTABLE_MAPPED)
+    if int(status) != 0:
+        raise PrepareError(
+            f"{nbytes / 1e9:.2f} GB of host memory cannot be page-locked (CUDA error "
+            f"{int(status)}). Raise the limit that `ulimit -l` shows, give the container more "
+            "memory, or free some."
+        )
+    weakref.finalize(buffer, runtime.cudaHostUnregister, pointer).atexit = False
+
+
+class UnitImage:
+    """The frozen tensors of one unit, as they lie in its stretch."""
+
+    def __init__(self, entries: Sequence[TensorEntry], buffer: HostBuffer) -> None:
+        self.entries = tuple(entries)
+        self.buffer = buffer
+        self._parked = [(entry.ref, buffer.tensor(entry)) for entry in self.entries]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the stretch in bytes, which is what one copy moves."""
+        return self.buffer.nbytes
+
+    def park(self) -> None:
+        """Bind every tensor to the host stretch; see [Note: Parked tensors]."""
+        for ref, view in self._parked:
+            ref.set(view)
+
+    def is_parked(self, keys: Collection[tuple[int, str]]) -> bool:
+        """Say whether the tensors of ``keys`` are bound to the host stretch."""
+        return all(
+            ref.get().data_ptr() == view.data_ptr() and ref.get().dtype == view.dtype
+            for ref, view in self._parked
+            if ref.key in keys
+        )
+
+    def views(self, memory: torch.Tensor) -> list[tuple[TensorRef, torch.Tensor]]:
+        """Return each place with its view of ``memory``, a flat uint8 tensor of at least
+        ``nbytes`` bytes that is laid out like the stretch."""
+        return [
+            (
+                entry.ref,
+                memory[entry.offset : entry.offset + entry.nbytes]
+                .view(entry.dtype)
+                .view(entry.shape),
+            )
+            for entry in self.entries
+        ]
+
+    def restore(self, device: torch.device | None) -> None:
+        """Bind every tensor to memory of its own again.
+
+        Args:
+            device: where to; None means where each tensor was when it was adopted.
+        """
+        for entry in self.entries:
+            source = self.buffer.tensor(entry)
+            target = device if device is not None else entry.origin
+            fresh = torch.empty(entry.shape, dtype=entry.dtype, device=target)
+            entry.ref.set(fresh.copy_(source))
+
+
+def layout(refs: Iterable[TensorRef]) -> tuple[list[TensorEntry], int]:
+    """Lay tensors out in a stretch, in the order given.
+
+    Returns:
+        The table, and the size of the stretch in bytes.
+    """
+    entries: list[TensorEntry] = []
+    end = 0
+    for ref in refs:
+        tensor = ref.get()
+        entries.append(
+            TensorEntry(ref, end, tensor.nbytes, tensor.dtype, tensor.shape, tensor.device)
+        )
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return entries, end
+
+
+class HostStore:
+    """All unit images of one model.
+
+    A model that ``poros.load`` gave brings its store along; otherwise ``prepare`` makes one.
+    """
+
+    def __init__(self, device: torch.device, *, home: bool = False) -> None:
+        """Make an empty store.
+
+        Args:
+            device: the compute device, which the stretches are mapped for.
+            home: the store is where the base lives (``poros.load``), not a place it was moved to.
+        """
+        self.device = device
+        self.home = home
+        self._images: list[UnitImage] = []
+        self._by_key: dict[tuple[int, str], UnitImage] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the base takes."""
+        return sum(image.nbytes for image in self._images)
+
+    def holds(self, key: tuple[int, str]) -> bool:
+        """Say whether the bytes of a place are in this store."""
+        return key in self._by_key
+
+    def adopt(self, refs: Sequence[TensorRef]) -> UnitImage | None:
+        """Move the tensors of one unit into host memory and park them.
+
+        A unit that the store holds already is returned as it is, unless somebody gave one of its
+        tensors other memory since (``prepare_model_for_kbit_training`` casts, for example): then
+        it is laid out anew from what the model holds now. The memory that the tensors had before
+        is free once nothing else refers to it.
+
+        Returns:
+            The image, or None if there are no tensors.
+        """
+        if not refs:
+            return None
+        known = {id(image): image for ref in refs if (image := self._by_key.get(ref.key))}
+        if len(known) == 1 and all(ref.key in self._by_key for ref in refs):
+            image = next(iter(known.values()))
+            if image.is_parked({ref.key for ref in refs}):
+                return self._narrow(image, refs)
+        entries, nbytes = layout(refs)
+        buffer = HostBuffer(nbytes, device=self.device)
+        for entry in entries:
+            source = entry.ref.get().detach().contiguous().view(-1).view(torch.uint8)
+            buffer.bytes[entry.offset : entry.offset + entry.nbytes].copy_(source)
+        image = UnitImage(entries, buffer)
+        image.park()
+        self._images = [other for other in self._images if id(other) not in known] + [image]
+        self._by_key.update((entry.ref.key, image) for entry in entries)
+        return image
+
+    def restore(self, device: torch.device | None) -> None:
+        """Give every tensor memory of its own on ``device``; None means where it was adopted
+        from, which for a model that ``poros.load`` gave is this store."""
+        for image in self._images:
+            if device is None and self.home:
+                image.park()
+            else:
+                image.restore(device)
+
+    def _narrow(self, image: UnitImage, refs: Sequence[TensorRef]) -> UnitImage:
+        """Return ``image`` with only the tensors that are still frozen in the model."""
+        wanted = {ref.key for ref in refs}
+        if len(wanted) == len(image.entries):
+            return image
+        return UnitImage([e for e in image.entries if e.ref.key in wanted], image.buffer)

@@ -1,0 +1,206 @@
+"""``poros.load``: a Transformers model whose base stands in host memory from the start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poros_core.errors import CheckpointError, SettingsError
+from poros_core.host_store import HostStore
+from poros_core.log import get_logger
+from poros_core.plan import build_plan, config_mapping
+from poros_core.plugins import plugins
+from poros_core.prepare import STORE
+from poros_core.protocols import LoaderStrategy, LoadRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["load", "local_folder"]
+
+_log = get_logger("load")
+
+
+def load(
+    model_id_or_path: str | os.PathLike[str],
+    *,
+    precision: str = "nf4",
+    load_strategy: str = "auto",
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+    quantization_config: Any = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+    nf4_load_strategy: str | None = None,
+    **from_pretrained: Any,
+) -> PreTrainedModel:
+    """Load a model for training with its frozen base in host memory.
+
+    Add adapters with PEFT, then call ``poros.prepare``. On CUDA the base is page-locked and the
+    device reads it in place, so adapters are created on the compute device.
+
+    Args:
+        model_id_or_path: a folder, or a hub id.
+        precision: ``"nf4"``, ``"bf16"``, or what a plugin offers.
+        load_strategy: ``"streamed"`` stages one tensor on the device at a time; ``"standard"``
+            is Transformers' own way and holds the whole base there for a moment; ``"auto"`` is
+            streamed, and standard only for a named reason, which it reports.
+        device: where the model will compute; None means CUDA if there is any.
+        dtype: dtype of what is not quantised; None means bf16 for NF4, else the checkpoint's.
+        quantization_config: a ``BitsAndBytesConfig``; None means NF4 with bf16 compute.
+        revision: branch, tag or commit of a hub model.
+        token: the hub's access token.
+        trust_remote_code: run Python code that the checkpoint brings. Off.
+        nf4_load_strategy: older name of ``load_strategy``.
+        **from_pretrained: passed on to Transformers' ``from_pretrained``.
+
+    Returns:
+        The Transformers model.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be found or read, or its keys do not fit.
+        UnsupportedModelError: no family covers it.
+        SettingsError: there is no such precision or strategy.
+    """
+    if nf4_load_strategy is not None:
+        if load_strategy not in ("auto", nf4_load_strategy):
+            raise SettingsError(
+                f"load_strategy={load_strategy!r} and nf4_load_strategy={nf4_load_strategy!r} "
+                "disagree. Give only load_strategy."
+            )
+        load_strategy = nf4_load_strategy
+    folder = local_folder(model_id_or_path, revision=revision, token=token)
+    config = _read_config(folder, trust_remote_code=trust_remote_code)
+    family = plugins().family_for(config).value
+    request = LoadRequest(
+        path=folder,
+        family=family,
+        device=_device(device),
+        dtype=dtype,
+        quantization_config=quantization_config,
+        from_pretrained=from_pretrained,
+        trust_remote_code=trust_remote_code,
+    )
+    strategy = choose_strategy(precision, load_strategy, request)
+    model: Any = strategy.load(request)
+    _to_host_store(model, request)
+    if str(model_id_or_path) != str(folder):
+        model.config._name_or_path = str(model_id_or_path)
+    return model  # type: ignore[no-any-return]
+
+
+def choose_strategy(precision: str, load_strategy: str, request: LoadRequest) -> LoaderStrategy:
+    """Return the loader strategy to use.
+
+    Raises:
+        SettingsError: there is no such strategy, or it cannot serve the request.
+    """
+    if load_strategy != "auto":
+        strategy = plugins().loader(precision, load_strategy)
+        reason = strategy.cannot(request)
+        if reason is not None:
+            raise SettingsError(f"load_strategy='{load_strategy}' cannot load this: {reason}")
+        return strategy
+    streamed = plugins().loader(precision, "streamed")
+    reason = streamed.cannot(request)
+    if reason is None:
+        return streamed
+    _log.warning("load_strategy_fallback", asked="auto", used="standard", reason=reason)
+    return choose_strategy(precision, "standard", request)
+
+
+def local_folder(
+    model_id_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Path:
+    """Return the folder of a checkpoint, fetching a hub model through huggingface_hub.
+
+    Raises:
+        CheckpointError: it is no folder and cannot be had from the hub.
+    """
+    path = Path(model_id_or_path)
+    if path.is_dir():
+        return path
+    name = str(model_id_or_path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise CheckpointError(
+            f"There is no folder '{name}'. Pass the folder that holds config.json and the "
+            "safetensors files, or a hub id such as 'Qwen/Qwen2.5-7B'."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                token=token,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+            )
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"'{name}' is neither a folder nor a model that can be had from the hub: "
+            f"{str(error).splitlines()[0]} Check the name, the network or HF_HUB_OFFLINE, and "
+            "for a private model your token."
+        ) from error
+
+
+def _read_config(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
+    import json
+
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"'{folder}' has no config.json. Pass the folder of a Transformers checkpoint."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"'{path}' cannot be read as JSON: {error}. Fetch the checkpoint again."
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"'{path}' holds no JSON object. Fetch the checkpoint again.")
+    return config
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = torch.device(device)
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", torch.cuda.current_device())
+    return wanted
+
+
+def _to_host_store(model: Any, request: LoadRequest) -> None:
+    """Move every unit into the host store, and what does not stream to the device."""
+    for param in model.parameters():
+        param.requires_grad_(False)
+    family = plugins().family_for(config_mapping(model)).value
+    plan = build_plan(
+        model, family=family, codecs=plugins().codecs(), device=request.device
+    )
+    store = HostStore(request.device, home=True)
+    for unit in plan.units():
+        store.adopt(unit.refs)
+    for param in plan.on_device:
+        param.data = param.data.to(request.device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(request.device)
+    if request.device.type == "cuda":
+        torch.cuda.empty_cache()
+    model.__dict__[STORE] = store
+    _log.info(
+        "loaded", path=str(request.path), units=len(plan.units()), host_bytes=store.nbytes
+    )

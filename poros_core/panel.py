@@ -1,0 +1,69 @@
+"""The panel that ``prepare`` prints: what was prepared, and what can be claimed of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from poros_core.determinism import is_deterministic
+from poros_core.family import Family
+from poros_core.plan import base_model_of
+from poros_core.settings import Settings
+from poros_core.status import family_status
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from poros_core.plan import BlockPlan
+
+__all__ = ["panel_lines", "print_panel"]
+
+
+def panel_lines(
+    model: nn.Module, *, family: Family, plan: BlockPlan, settings: Settings
+) -> list[tuple[str, str]]:
+    """Return the panel as (label, text) pairs. Every text is computed from the model."""
+    config: Any = base_model_of(model).config
+    precision = plan.codec.title
+    if is_deterministic(plan.device):
+        guarantee = f"bitwise parity ({precision}, deterministic)"
+    else:
+        guarantee = (
+            f"none yet ({precision}): kernels are not deterministic; enter poros.deterministic() "
+            "before loading for bitwise parity"
+        )
+    return [
+        ("model", getattr(config, "_name_or_path", "") or type(base_model_of(model)).__name__),
+        ("model_type", config.model_type),
+        ("architecture", str(family_status(family.name))),
+        ("adapter", f"{adapter_name(model)} (experimental)"),
+        ("precision", precision),
+        ("stack", "not checked (run poros gate)"),
+        ("block_size", str(settings.block_size)),
+        ("guarantee", guarantee),
+    ]
+
+
+def adapter_name(model: nn.Module) -> str:
+    """Return what kind of adapters train, for example ``"lora"`` or ``"dora"``."""
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    kinds = {
+        "dora" if getattr(config, "use_dora", False) else config.peft_type.value.lower()
+        for config in configs.values()
+    }
+    return ", ".join(sorted(kinds)) or "parameters without PEFT"
+
+
+def print_panel(
+    model: nn.Module, *, family: Family, plan: BlockPlan, settings: Settings
+) -> None:
+    """Print the panel to standard output through rich."""
+    lines = panel_lines(model, family=family, plan=plan, settings=settings)
+    text = Text("Poros prepared model\n", style="bold")
+    width = max(16, *(len(label) for label, _ in lines))
+    for label, value in lines:
+        text.append(f"{label:>{width}}  ", style="dim")
+        text.append(f"{value}\n", style="default")
+    Console().print(text, end="", soft_wrap=True)

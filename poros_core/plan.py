@@ -1,0 +1,251 @@
+"""The block plan: what a model's units and blocks are, and what stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from poros_core.errors import PluginError, PrepareError
+from poros_core.family import Family
+from poros_core.protocols import TensorRef, WeightCodec
+
+__all__ = ["BlockPlan", "Unit", "base_model_of", "build_plan", "group_layers"]
+
+
+@frozen(kw_only=True)
+class Unit:
+    """What one copy moves.
+
+    Attributes:
+        name: ``"layer 12"`` or ``"head"``.
+        module: the decoder layer or the head.
+        refs: every frozen tensor of it that streams, in a fixed order.
+        params: the frozen parameters that those tensors make up.
+        owners: the modules that own them.
+    """
+
+    name: str
+    module: nn.Module
+    refs: tuple[TensorRef, ...]
+    params: tuple[nn.Parameter, ...]
+    owners: tuple[nn.Module, ...]
+
+
+@frozen(kw_only=True)
+class BlockPlan:
+    """The ordered blocks of a model, what precedes them and what follows.
+
+    Attributes:
+        model: the Transformers model, without PEFT's wrapping.
+        decoder: the module whose forward runs the layers.
+        layers: one unit per decoder layer, in the order of their calls. A layer without frozen
+            tensors is a unit with no refs.
+        head: the output embedding's unit, or None if it trains or there is none.
+        embedding: the input embedding's table, read from host memory in place; None if it trains.
+            A table tied to the head is the head's.
+        on_device: every other frozen parameter: final norm, towers, what is shared between layers.
+        device: the compute device.
+        codec: the codec of the quantised weights, or of the plain ones if none is quantised.
+    """
+
+    model: nn.Module
+    decoder: nn.Module
+    layers: tuple[Unit, ...]
+    head: Unit | None
+    embedding: Unit | None
+    on_device: tuple[nn.Parameter, ...]
+    device: torch.device
+    codec: WeightCodec
+
+    def units(self) -> list[Unit]:
+        """Return every unit that stands in host memory."""
+        return [*self.layers, *(u for u in (self.head, self.embedding) if u is not None)]
+
+
+def group_layers(count: int, block_size: int | Literal["all"]) -> list[range]:
+    """Split ``count`` layers into consecutive blocks of ``block_size``; the last may be shorter."""
+    size = count if block_size == "all" else min(block_size, count)
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """Return the Transformers model inside PEFT's wrapping, or the model itself."""
+    get = getattr(model, "get_base_model", None)
+    base: nn.Module = get() if callable(get) else model
+    return base
+
+
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of all parameters that belong to adapters, trainable at the moment or not.
+
+    PEFT keeps the frozen original under ``base_layer`` or ``original_module`` inside a wrapper;
+    everything else that a wrapper owns is the adapter's.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+            base = {id(p) for p in inner.parameters()} if isinstance(inner, nn.Module) else set()
+            found |= {id(p) for p in module.parameters()} - base
+    return found
+
+
+class _Claims:
+    """Asks the codecs which of them lays a parameter out."""
+
+    def __init__(self, codecs: Sequence[tuple[WeightCodec, str]]) -> None:
+        self._codecs = codecs
+        self.used: dict[str, WeightCodec] = {}
+
+    def codec(self, name: str, param: nn.Parameter) -> WeightCodec | None:
+        claiming = [(codec, plugin) for codec, plugin in self._codecs if codec.claims(param)]
+        if len(claiming) > 1:
+            (first, plugin), (second, other) = claiming[:2]
+            raise PluginError(
+                f"Two plugins claim the weight '{name}' ({type(param).__name__}, {param.dtype}): "
+                f"'{plugin}' as {first.name} and '{other}' as {second.name}. Uninstall one of "
+                "them, or leave one out with POROS_DISABLE_PLUGINS."
+            )
+        if not claiming:
+            return None
+        codec = claiming[0][0]
+        self.used.setdefault(codec.name, codec)
+        return codec
+
+
+def build_plan(
+    model: nn.Module,
+    *,
+    family: Family,
+    codecs: Sequence[tuple[WeightCodec, str]],
+    device: torch.device,
+) -> BlockPlan:
+    """Find the units of a model.
+
+    Args:
+        model: the model as the user holds it, wrapped by PEFT or not.
+        family: the family that covers it.
+        codecs: the weight codecs and the plugins that they came from.
+        device: the compute device.
+
+    Raises:
+        PrepareError: the model has no decoder layers, or a frozen weight that no codec knows.
+        PluginError: two plugins claim the same weight.
+    """
+    base = base_model_of(model)
+    decoder = family.decoder(base)
+    layers = list(family.layers(decoder))
+    if not layers:
+        raise PrepareError(
+            f"Family '{family.name}' found no decoder layers in {type(base).__name__}. Load the "
+            "model with AutoModelForCausalLM."
+        )
+    claims = _Claims(codecs)
+    adapters = adapter_parameters(model)
+    uses = _uses_by_layer(layers)
+    placed: set[int] = set()
+
+    def unit(name: str, module: nn.Module) -> Unit:
+        refs: list[TensorRef] = []
+        params: list[nn.Parameter] = []
+        owners: list[nn.Module] = []
+        for path, owner, attribute, param in _parameters(module):
+            shared = uses.get(id(param), 1) > 1
+            if param.requires_grad or id(param) in adapters or id(param) in placed or shared:
+                continue
+            codec = claims.codec(f"{name}.{path}", param)
+            if codec is None:
+                raise PrepareError(
+                    f"No loader strategy knows the frozen weight '{path}' of {name}: "
+                    f"{type(param).__name__}, {param.dtype}. Load the model as NF4 or BF16, or "
+                    "install the plugin of its precision."
+                )
+            if not param.is_contiguous():
+                continue
+            placed.add(id(param))
+            refs.extend(codec.refs(owner, attribute, param))
+            params.append(param)
+            owners.append(owner)
+        return Unit(
+            name=name,
+            module=module,
+            refs=tuple(refs),
+            params=tuple(params),
+            owners=tuple(owners),
+        )
+
+    layer_units = tuple(unit(f"layer {index}", layer) for index, layer in enumerate(layers))
+    head_module, embedding_module = base.get_output_embeddings(), base.get_input_embeddings()  # type: ignore[operator]
+    head = unit("head", head_module) if isinstance(head_module, nn.Module) else None
+    embedding = (
+        unit("embedding", embedding_module) if _is_plain_embedding(embedding_module) else None
+    )
+    return BlockPlan(
+        model=base,
+        decoder=decoder,
+        layers=layer_units,
+        head=head if head is not None and head.refs else None,
+        embedding=embedding if embedding is not None and embedding.refs else None,
+        on_device=tuple(
+            param
+            for param in model.parameters()
+            if id(param) not in placed and not param.requires_grad
+        ),
+        device=device,
+        codec=_main_codec(claims.used),
+    )
+
+
+def _main_codec(used: Mapping[str, WeightCodec]) -> WeightCodec:
+    if not used:
+        raise PrepareError(
+            "Every parameter of the model trains, so there is no frozen base to stream. Poros "
+            "is for LoRA-like adapters: wrap the model with peft.get_peft_model first."
+        )
+    quantised = [codec for name, codec in used.items() if name != "bf16"]
+    return quantised[0] if quantised else used["bf16"]
+
+
+def _is_plain_embedding(module: object) -> bool:
+    """A table that an adapter wraps, or that trains, is read in ways that need the device."""
+    return isinstance(module, nn.Embedding) and not module.weight.requires_grad
+
+
+def _uses_by_layer(layers: Sequence[nn.Module]) -> dict[int, int]:
+    uses: dict[int, int] = {}
+    for layer in layers:
+        for param in layer.parameters():
+            uses[id(param)] = uses.get(id(param), 0) + 1
+    return uses
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        for attribute, param in owner._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                yield (f"{path}.{attribute}" if path else attribute, owner, attribute, param)
+
+
+def config_mapping(model: nn.Module) -> dict[str, Any]:
+    """Return a model's Transformers config as a plain mapping.
+
+    Raises:
+        PrepareError: it has none.
+    """
+    config = getattr(base_model_of(model), "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        raise PrepareError(
+            f"{type(model).__name__} has no Transformers config, so its family cannot be told. "
+            "Pass a Transformers model, wrapped by PEFT or not."
+        )
+    mapping: dict[str, Any] = config.to_dict()
+    return mapping

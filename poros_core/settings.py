@@ -1,0 +1,65 @@
+"""Settings of a prepared model, checked once."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from poros_core.errors import SettingsError
+
+__all__ = ["POISON_VARIABLE", "Graphs", "Settings"]
+
+POISON_VARIABLE = "POROS_POISON"
+"""Environment variable; ``1`` fills released memory with NaN (0xFF), as the tests do."""
+
+Graphs = Literal["auto", "on", "off"]
+
+
+def _block_size(instance: Any, attribute: Any, value: int | Literal["all"]) -> None:
+    if value == "all":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingsError(
+            f"block_size must be a whole number of layers from 1 up, or 'all'; got {value!r}."
+        )
+
+
+def _vram_budget(instance: Any, attribute: Any, value: object) -> None:
+    if value is not None:
+        raise SettingsError(
+            f"vram_budget={value!r}: this version keeps no unit resident, so None (everything "
+            "streams) is the only value. Leave vram_budget out."
+        )
+
+
+def _graphs(instance: Any, attribute: Any, value: str) -> None:
+    if value not in ("auto", "on", "off"):
+        raise SettingsError(f"graphs must be 'auto', 'on' or 'off'; got {value!r}.")
+    if value == "on":
+        raise SettingsError(
+            "graphs='on': this version runs every block eagerly and captures no CUDA graph. "
+            "Use graphs='auto' or 'off'."
+        )
+
+
+@frozen(kw_only=True)
+class Settings:
+    """How a model is prepared.
+
+    Attributes:
+        block_size: decoder layers that share one recompute boundary, or ``"all"``. A larger block
+            keeps fewer boundary activations and needs a larger device window.
+        vram_budget: device memory that the run may use, in bytes; None streams everything.
+        graphs: whether CUDA graphs are used: ``"auto"``, ``"on"`` or ``"off"``.
+        runtime: name of the runtime plugin.
+        poison: fill released memory with 0xFF bytes (NaN in every float format), so that a read
+            of a unit that is not there shows in the numbers. For tests; costs time.
+    """
+
+    block_size: int | Literal["all"] = field(default=1, validator=_block_size)
+    vram_budget: int | None = field(default=None, validator=_vram_budget)
+    graphs: Graphs = field(default="auto", validator=_graphs)
+    runtime: str = "streamed"
+    poison: bool = field(factory=lambda: os.environ.get(POISON_VARIABLE) == "1")

@@ -1,0 +1,1 @@
+"""The streamed runtime."""

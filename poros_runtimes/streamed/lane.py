@@ -1,0 +1,92 @@
+"""The copy lane: how bytes get from the host to the arena, and who waits for whom.
+
+The same code drives both lanes. On CUDA a copy is asynchronous on a stream of its own; on a CPU
+it is done when the call returns, and an event is a value that says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+__all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "make_lane"]
+
+POISON = 0xFF
+"""Every byte of poisoned memory: NaN in bf16, fp16, fp32 and fp64, and an absurd quantised code."""
+
+
+class Event(Protocol):
+    """A point in a stream that another stream can wait for."""
+
+
+class Lane(Protocol):
+    """Moves bytes into the arena and orders the moves against the compute stream."""
+
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool
+    ) -> Event:
+        """Copy ``source`` to ``target`` (flat uint8, equal size) once every event of ``after``
+        has passed, and return the event that the bytes are there. With ``poison``, fill
+        ``target`` with 0xFF first."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Make the compute stream wait for ``event``. The host does not wait."""
+        ...
+
+    def record(self) -> Event:
+        """Return the event that all work issued so far on the compute stream is done."""
+        ...
+
+
+class HostLane:
+    """The CPU's lane: plain copies, done at once."""
+
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool
+    ) -> Event:
+        if poison:
+            target.fill_(POISON)
+        target.copy_(source)
+        return self
+
+    def wait(self, event: Event) -> None:
+        return None
+
+    def record(self) -> Event:
+        return self
+
+
+class CudaLane:
+    """A copy stream beside the stream that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool
+    ) -> Event:
+        for event in after:
+            assert isinstance(event, torch.cuda.Event)
+            self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            if poison:
+                target.fill_(POISON)
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def record(self) -> Event:
+        return torch.cuda.current_stream(self._device).record_event()
+
+
+def make_lane(device: torch.device) -> Lane:
+    """Return the lane for a compute device."""
+    return CudaLane(device) if device.type == "cuda" else HostLane()

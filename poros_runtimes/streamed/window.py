@@ -1,0 +1,224 @@
+"""The device window: an arena, what stands in it, and the one place where that changes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+
+import torch
+from attrs import define, field
+
+from poros_core.errors import StateError
+from poros_core.host_store import UnitImage
+from poros_core.protocols import TensorRef
+from poros_core.schedule import Region, fetches
+from poros_runtimes.streamed.lane import POISON, Event, Lane
+
+__all__ = ["Residency", "Window"]
+
+
+class Residency(enum.Enum):
+    """Where a unit is, and what that costs."""
+
+    HOST = "host"
+    """In host memory only: no device memory."""
+    IN_FLIGHT = "in flight"
+    """A copy into its region has been issued: its region of the arena."""
+    DEVICE = "device"
+    """Bound to its region and read by kernels: its region of the arena."""
+    RETIRING = "retiring"
+    """In its region, no longer bound; the last kernels that read it may still run. It can be
+    bound again without a copy until another unit takes the region."""
+
+
+_LEGAL = {
+    (Residency.HOST, Residency.IN_FLIGHT),
+    (Residency.IN_FLIGHT, Residency.DEVICE),
+    (Residency.DEVICE, Residency.RETIRING),
+    (Residency.RETIRING, Residency.DEVICE),
+    (Residency.RETIRING, Residency.HOST),
+    (Residency.IN_FLIGHT, Residency.HOST),
+}
+
+
+@define(eq=False)
+class _Place:
+    """One unit's region, its bytes as tensors, and the event that orders its next move: that the
+    copy arrived (IN_FLIGHT, DEVICE), or that the last reader is done (RETIRING)."""
+
+    image: UnitImage
+    region: Region
+    memory: torch.Tensor = field(repr=False)
+    bindings: list[tuple[TensorRef, torch.Tensor]] = field(repr=False)
+    overlapping: list[int]
+    state: Residency = Residency.HOST
+    event: Event | None = None
+    users: int = 0
+
+    def move(self, state: Residency) -> None:
+        """The one function that changes where a unit is."""
+        if (self.state, state) not in _LEGAL:
+            raise AssertionError(f"illegal move of a unit: {self.state} to {state}")
+        self.state = state
+
+    def forget(self) -> None:
+        """Leave the region to others. Whoever copies into it next waits for ``event`` first; since
+        copies run in order, later ones need not."""
+        self.move(Residency.HOST)
+
+
+class Window:
+    """Binds units to their regions of the arena. Decides nothing: what to copy next is
+    ``poros_core.schedule``'s, and ``acquire`` copies whatever is missing."""
+
+    def __init__(
+        self,
+        images: Sequence[UnitImage | None],
+        regions: Sequence[Region | None],
+        *,
+        size: int,
+        lane: Lane,
+        device: torch.device,
+        poison: bool,
+        readable: frozenset[int] = frozenset(),
+    ) -> None:
+        """Allocate the arena and give every unit its region.
+
+        Args:
+            images: one per unit; None for a unit with nothing to stream.
+            regions: each unit's region of the arena.
+            size: bytes that the arena takes.
+            lane: moves the bytes.
+            device: the compute device.
+            poison: fill a region with 0xFF before a copy, and bind released tensors to such
+                bytes, so that a read of a unit that is not there shows in the numbers.
+            readable: units that may rightly be read while parked, so never bound to poison.
+        """
+        self.arena = torch.empty(size, dtype=torch.uint8, device=device)
+        self.copies = 0
+        self.bytes_streamed = 0
+        self._lane = lane
+        self._poison = poison
+        self._places: list[_Place | None] = []
+        for image, region in zip(images, regions, strict=True):
+            if image is None or region is None:
+                self._places.append(None)
+                continue
+            memory = self.arena[region.offset : region.offset + region.size]
+            self._places.append(_Place(image, region, memory, image.views(memory), []))
+        for place in filter(None, self._places):
+            place.overlapping = [
+                index
+                for index, other in enumerate(self._places)
+                if other is not None and other is not place and other.region.overlaps(place.region)
+            ]
+        self._poisoned: dict[int, list[tuple[TensorRef, torch.Tensor]]] = {}
+        if poison:
+            self._bind_to_poison(readable, device)
+
+    def _bind_to_poison(self, readable: frozenset[int], device: torch.device) -> None:
+        largest = max((p.region.size for p in self._places if p is not None), default=0)
+        memory = torch.full((largest,), POISON, dtype=torch.uint8, device=device)
+        for unit, place in enumerate(self._places):
+            if place is not None and unit not in readable:
+                self._poisoned[unit] = place.image.views(memory)
+                self._park(unit)
+
+    def _park(self, unit: int) -> None:
+        place = self._places[unit]
+        assert place is not None
+        if unit not in self._poisoned:
+            place.image.park()
+            return
+        for ref, view in self._poisoned[unit]:
+            ref.set(view)
+
+    def state(self, unit: int) -> Residency:
+        """Return where a unit is. A unit with nothing to stream is always on the device."""
+        place = self._places[unit]
+        return Residency.DEVICE if place is None else place.state
+
+    def conflict(self, unit: int, other: int) -> bool:
+        """Say whether the regions of two units overlap."""
+        place = self._places[unit]
+        return place is not None and other in place.overlapping
+
+    def prefetch(self, upcoming: Sequence[int]) -> None:
+        """Issue the copies that can be issued now for units needed in this order."""
+        places = self._places
+        present = {i for i, p in enumerate(places) if p is None or p.state is not Residency.HOST}
+        busy = [i for i, p in enumerate(places) if p is not None and p.users]
+        for unit in fetches(upcoming, present=present, busy=busy, conflict=self.conflict):
+            self._fetch(unit)
+
+    def acquire(self, unit: int) -> None:
+        """Bind a unit for kernels issued from here on; copy it first if it is not there.
+
+        Raises:
+            StateError: its region is in use by a unit that has not been released.
+        """
+        place = self._places[unit]
+        if place is None:
+            return
+        place.users += 1
+        if place.users > 1:
+            return
+        if place.state is Residency.HOST:
+            try:
+                self._fetch(unit)
+            except BaseException:
+                place.users -= 1
+                raise
+        if place.state is Residency.IN_FLIGHT:
+            assert place.event is not None
+            self._lane.wait(place.event)
+        place.move(Residency.DEVICE)
+        for ref, view in place.bindings:
+            ref.set(view)
+
+    def release(self, unit: int) -> None:
+        """Park a unit: no kernel issued from here on reads it through the window."""
+        place = self._places[unit]
+        if place is None:
+            return
+        assert place.users > 0, "a unit is released more often than acquired"
+        place.users -= 1
+        if place.users:
+            return
+        place.event = self._lane.record()
+        place.move(Residency.RETIRING)
+        self._park(unit)
+
+    def keep_only(self, units: Collection[int]) -> None:
+        """Forget every unit that no kernel will read again and that is not named."""
+        for index, place in enumerate(self._places):
+            if place is None or place.users or index in units or place.state is Residency.HOST:
+                continue
+            place.forget()
+
+    def _fetch(self, unit: int) -> None:
+        place = self._places[unit]
+        assert place is not None and place.state is Residency.HOST
+        after = [place.event] if place.event is not None else []
+        for index in place.overlapping:
+            other = self._places[index]
+            assert other is not None
+            if other.users:
+                raise StateError(
+                    "A layer is needed while the device window is held by another call that has "
+                    "not finished. Do not call the model's layers from inside a layer's hook."
+                )
+            if other.event is not None:
+                after.append(other.event)
+                other.event = None
+            if other.state is not Residency.HOST:
+                other.forget()
+        place.event = self._lane.copy(
+            place.memory,
+            place.image.buffer.bytes[: place.region.size],
+            after=after,
+            poison=self._poison,
+        )
+        place.move(Residency.IN_FLIGHT)
+        self.copies += 1
+        self.bytes_streamed += place.region.size
