@@ -1,0 +1,221 @@
+"""NF4 by bitsandbytes: the codec, and the two ways to load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from poros_core.errors import PrepareError
+from poros_loaders.pretrained import (
+    check_arguments,
+    load_checked,
+    load_plain,
+    mark_device,
+    placement,
+)
+from poros_loaders.refs import StateTensor, SubclassData
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from poros_core.protocols import LoadRequest, TensorRef, WeightCodec
+
+__all__ = ["NF4", "Nf4Codec", "Nf4Standard", "Nf4Streamed"]
+
+_REPACKS = "support_avx512bf16_for_cpu"
+
+
+@frozen
+class Nf4Codec:
+    """bitsandbytes' 4-bit parameters: the packed weight and all of its quantisation state."""
+
+    name: str = "nf4"
+    title: str = "NF4"
+
+    def claims(self, param: nn.Parameter) -> bool:
+        """Claim every ``Params4bit``; those that are not NF4 are refused by ``refs``."""
+        bnb: Any = sys.modules.get("bitsandbytes")  # not imported: no such parameter exists
+        return bnb is not None and isinstance(param, bnb.nn.Params4bit)
+
+    def refs(self, module: nn.Module, name: str, param: nn.Parameter) -> Sequence[TensorRef]:
+        """Return packed data, ``absmax`` and ``code``, and what double quantisation adds.
+
+        Raises:
+            PrepareError: the parameter is FP4, not quantised yet, or repacked for the CPU.
+        """
+        import torch
+
+        weight: Any = param
+        state = weight.quant_state
+        self._check(f"{type(module).__name__}.{name}", weight, state)
+        refs: list[TensorRef] = [
+            SubclassData(param, torch._C.DisableTorchFunctionSubclass),
+            StateTensor("absmax", state, "absmax"),
+            StateTensor("code", state, "code"),
+        ]
+        if state.nested:
+            refs += [
+                StateTensor("offset", state, "offset"),
+                StateTensor("state2.absmax", state.state2, "absmax"),
+                StateTensor("state2.code", state.state2, "code"),
+            ]
+        return tuple(refs)
+
+    def keep_layout(self, module: nn.Module) -> Callable[[], None]:
+        """Keep bitsandbytes from repacking a module's weight in place.
+
+        On CPUs with AVX512-BF16, ``Linear4bit`` repacks its weight in its first ``eval`` forward
+        and rounds ``absmax``; a streamed weight must keep the layout that it was stored in.
+
+        Args:
+            module: any module; one that never repacks is left as it is.
+
+        Returns: what puts the module back as it was.
+        """
+        before = module.__dict__.get(_REPACKS)
+        if not before:
+            return lambda: None
+        setattr(module, _REPACKS, False)
+        return lambda: setattr(module, _REPACKS, before)
+
+    def _check(self, where: str, weight: Any, state: Any) -> None:
+        if not weight.bnb_quantized or state is None:
+            raise PrepareError(
+                f"A 4-bit weight ({where}) is not quantised yet. Load the model with "
+                "from_pretrained and a BitsAndBytesConfig, or move it to its device once, before "
+                "it is prepared."
+            )
+        if state.quant_type != self.name:
+            raise PrepareError(
+                f"A 4-bit weight ({where}) has quant_type '{state.quant_type}', and only 'nf4' is "
+                "streamed. Load the model with BitsAndBytesConfig(load_in_4bit=True, "
+                "bnb_4bit_quant_type='nf4')."
+            )
+        if getattr(state, "packing_format_for_cpu", False):
+            raise PrepareError(
+                f"bitsandbytes has repacked a 4-bit weight ({where}) for inference on this CPU, "
+                "which rounds its quantisation state for good. Load the model again and prepare "
+                "it before its first forward in eval mode."
+            )
+
+
+NF4 = Nf4Codec()
+
+
+@frozen
+class Nf4Streamed:
+    """One tensor at a time: staged on the device, quantised there, moved to host memory."""
+
+    precision: str = "nf4"
+    strategy: str = "streamed"
+    codec: WeightCodec = NF4
+
+    def cannot(self, request: LoadRequest) -> str | None:
+        """Return the named reason why weights cannot be staged one by one, or None."""
+        from poros_loaders.bnb_config import asked
+
+        if asked(request).llm_int8_enable_fp32_cpu_offload:
+            return (
+                "quantization_config has llm_int8_enable_fp32_cpu_offload=True, with which "
+                "Transformers leaves weights that are loaded into host memory unquantised"
+            )
+        return None
+
+    def load(self, request: LoadRequest) -> nn.Module:
+        """Return the model with packed weights in host memory, byte for byte the standard load's.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or does not fit.
+            SettingsError: the quantisation asked for is not NF4, or this strategy cannot load it.
+        """
+        from poros_core.errors import SettingsError
+        from poros_loaders.staging import load_staged
+
+        reason = self.cannot(request)
+        if reason is not None:
+            raise SettingsError(f"Strategy 'streamed' cannot load this: {reason}. Use 'standard'.")
+        config = _check(request)
+        dtype = _dtype(request)
+        if config is None:
+            model = load_checked(request, device="cpu", dtype=dtype)
+        else:
+            model = load_staged(request, dtype=dtype, quantization_config=config)
+        return _finish(request, model)
+
+    def load_resident(self, request: LoadRequest) -> nn.Module:
+        """Return what Transformers' ``from_pretrained`` gives on the device."""
+        return _load_resident(request)
+
+
+@frozen
+class Nf4Standard:
+    """The ordinary way: Transformers quantises onto the device and all of it stays there."""
+
+    precision: str = "nf4"
+    strategy: str = "standard"
+    codec: WeightCodec = NF4
+
+    def cannot(self, request: LoadRequest) -> str | None:
+        """Return None: this is the ordinary way."""
+        return None
+
+    def load(self, request: LoadRequest) -> nn.Module:
+        """Return the model with packed weights on the device.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or does not fit.
+            SettingsError: the quantisation asked for is not NF4.
+        """
+        config = _check(request)
+        model = load_checked(
+            request,
+            device=placement(request.device),
+            dtype=_dtype(request),
+            quantization_config=config,
+        )
+        return _finish(request, model)
+
+    def load_resident(self, request: LoadRequest) -> nn.Module:
+        """Return what Transformers' ``from_pretrained`` gives on the device."""
+        return _load_resident(request)
+
+
+def _dtype(request: LoadRequest) -> torch.dtype | str:
+    return "auto" if request.dtype is None else request.dtype
+
+
+def _check(request: LoadRequest) -> Any:
+    """Check everything that can be checked before a weight is read.
+
+    Returns: the config to quantise with; None if the checkpoint is quantised already.
+    """
+    from poros_loaders.bnb_config import check_shapes, for_checkpoint
+    from poros_loaders.checkpoint import read_checkpoint
+
+    check_arguments(request)
+    checkpoint = read_checkpoint(request.path)
+    config = for_checkpoint(request, checkpoint)
+    check_shapes(request, config)
+    return config
+
+
+def _finish(request: LoadRequest, model: nn.Module) -> nn.Module:
+    from poros_loaders.bnb_config import check_quantised
+
+    check_quantised(request, model)
+    for module in model.modules():
+        NF4.keep_layout(module)
+    mark_device(model, request.device)
+    return model
+
+
+def _load_resident(request: LoadRequest) -> nn.Module:
+    from poros_loaders.bnb_config import for_checkpoint
+    from poros_loaders.checkpoint import read_checkpoint
+
+    config = for_checkpoint(request, read_checkpoint(request.path))
+    return load_plain(request, dtype=_dtype(request), quantization_config=config)

@@ -1,0 +1,119 @@
+"""The streamed NF4 load: Transformers' own load, with each weight staged on the device.
+
+[Note: Staged quantisation]
+Transformers loads into host memory (all renaming of keys, tying and checking is its own) and hands
+each weight that is to be quantised to the quantizer's operation. That operation is subclassed here:
+it copies the weight to the compute device, lets the original quantise it there, and moves packed
+data and quantisation state back, so that one unquantised weight at a time is on the device.
+
+The quantizer is found by name in Transformers' registry of quantizers. It stands there only while
+it is looked up and the load runs, under a name of its own; the config gets its real method back at
+once, and the finished model gets an ordinary quantizer, so nothing later can tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.utils.quantization_config import QuantizationMethod
+
+from poros_loaders.pretrained import load_checked
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from poros_core.protocols import LoadRequest
+
+__all__ = ["load_staged"]
+
+_numbers = itertools.count()
+
+
+def load_staged(
+    request: LoadRequest, *, dtype: torch.dtype | str, quantization_config: Any
+) -> nn.Module:
+    """Load with every quantised weight staged on ``request.device``. See the module's note.
+
+    Args:
+        request: what is loaded.
+        dtype: dtype of what is not quantised, or ``"auto"``.
+        quantization_config: a ``BitsAndBytesConfig`` that the model may keep.
+
+    Raises:
+        CheckpointError: keys are missing, unexpected, or of another shape.
+    """
+    failures: list[Exception] = []
+    with _registered(_quantizer(request.device, failures)) as name:
+        quantization_config.quant_method = name
+        try:
+            model = load_checked(
+                request, device="cpu", dtype=dtype, quantization_config=quantization_config
+            )
+        except RuntimeError:
+            if failures:  # Transformers reports a failed conversion without its cause
+                raise failures[0] from None
+            raise
+    staged: Any = model
+    ordinary = Bnb4BitHfQuantizer(staged.hf_quantizer.quantization_config, pre_quantized=False)
+    vars(ordinary).update(vars(staged.hf_quantizer))
+    staged.hf_quantizer = ordinary
+    return model
+
+
+@contextmanager
+def _registered(quantizer: type[Any]) -> Iterator[str]:
+    """Register a quantizer class while it is needed, under a name that no other load has."""
+    name = f"poros_staged_nf4_{next(_numbers)}"
+    register_quantizer(name)(quantizer)
+    try:
+        yield name
+    finally:
+        del AUTO_QUANTIZER_MAPPING[name]
+
+
+def _quantizer(device: torch.device, failures: list[Exception]) -> type[Any]:
+    """Return a quantizer class that stages on ``device`` and notes what failed there."""
+
+    class StagedQuantize(Bnb4bitQuantize):  # type: ignore[misc]
+        """Quantise on the device; leave the result in host memory."""
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            """Stage, quantise and bring back one weight."""
+            try:
+                staged = {name: _to(value, device) for name, value in input_dict.items()}
+                input_dict.clear()
+                quantised: dict[str, Any] = super().convert(staged, **kwargs)
+                staged.clear()
+                for parameter in quantised.values():
+                    parameter.data = parameter.data.cpu()
+                    parameter.quant_state.to(torch.device("cpu"))
+            except Exception as error:
+                failures.append(error)
+                raise
+            return quantised
+
+    class StagedQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
+        """bitsandbytes' 4-bit quantizer with the staged operation."""
+
+        def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+            super().__init__(quantization_config, **kwargs)
+            quantization_config.quant_method = QuantizationMethod.BITS_AND_BYTES
+
+        def get_quantize_ops(self) -> Any:
+            """Return the staged operation."""
+            return StagedQuantize(self)
+
+    return StagedQuantizer
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [tensor.to(device) for tensor in value]
+    return value.to(device)
