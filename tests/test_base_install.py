@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -106,6 +107,21 @@ def test_check(model: Path) -> None:
     assert json.loads(done.stdout)["family"]["name"] == "qwen2"
 
 
+def copy_of_the_source(folder: Path) -> Path:
+    """Copy what a wheel is built from, with a gate record, so that none is left in the checkout."""
+    shutil.copytree(
+        ROOT,
+        folder,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests"),
+    )
+    record = {"kind": "training-parity", "family": "qwen2", "verdict": "exact"}
+    validation = folder / "docs" / "validation"
+    validation.mkdir(parents=True, exist_ok=True)
+    (validation / "planted.json").write_text(json.dumps({**record, "stack": {"gpu": "a GPU"}}))
+    return folder
+
+
 @pytest.mark.slow
 def test_a_real_environment_without_torch(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "venv"
@@ -124,10 +140,12 @@ def test_a_real_environment_without_torch(model: Path, tmp_path: Path) -> None:
             env=environment,
         ).stdout
 
-    run("pip", "install", "--quiet", "--constraint", constraints, str(ROOT))
+    source = copy_of_the_source(tmp_path / "source")
+    run("pip", "install", "--quiet", "--constraint", constraints, str(source))
     installed = {entry["name"].lower() for entry in json.loads(run("pip", "list", "--format=json"))}
     assert not installed & {"torch", "transformers", "peft", "bitsandbytes", "safetensors"}
     run("python", "-c", "import poros; poros.PorosError")
     assert "check" in run("poros", "--help")
-    assert "qwen2" in run("poros", "list-families")
+    families = json.loads(run("poros", "list-families", "--json"))
+    assert {family["name"]: family["status"] for family in families}["qwen2"] == "validated"
     assert "supported by family qwen2" in run("poros", "check", str(model))
