@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -43,6 +43,10 @@ class PlainCodec:
     def refs(self, module: nn.Module, name: str, param: nn.Parameter) -> Sequence[TensorRef]:
         """Return the parameter's data."""
         return (ParameterData(param),)
+
+    def keep_layout(self, module: nn.Module) -> Callable[[], None]:
+        """Do nothing: ordinary modules never rearrange their weights."""
+        return lambda: None
 
 
 PLAIN = PlainCodec()

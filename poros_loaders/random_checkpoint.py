@@ -1,18 +1,19 @@
 """Seeded random checkpoints at any shape, for gates and benchmarks without a download.
 
-Imported only when one is written: it needs torch, transformers and safetensors.
+Imported only when one is written: it needs torch and transformers.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poros_loaders.checkpoint import INDEX, SINGLE
@@ -24,6 +25,8 @@ __all__ = ["write_random_checkpoint"]
 
 _STD = 0.02
 _NORM_STD = 0.1
+_WRITERS = 4
+_SAFETENSORS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def write_random_checkpoint(
@@ -39,14 +42,14 @@ def write_random_checkpoint(
 
     Every tensor has a generator of its own, seeded by ``seed`` and the tensor's name, so its values
     depend on nothing else but dtype and the kind of device. Matrices and biases are normal with
-    deviation 0.02, norm weights are 1 with deviation 0.1; a tied weight is written once. One shard
-    at a time is in memory.
+    deviation 0.02, norm weights are 1 with deviation 0.1; a tied weight is written once. Tensors go
+    to disk one by one, so that memory holds a few of them and never a whole shard.
 
     Args:
         config: a Transformers config as a mapping, ``model_type`` in it.
         path: the folder; made if it is not there.
         seed: of all values.
-        dtype: of all tensors, and the config's.
+        dtype: of all tensors, and the config's: bfloat16, float16 or float32.
         device: where values are drawn; a GPU is much faster.
         max_shard_bytes: largest size of one shard.
     """
@@ -56,17 +59,24 @@ def write_random_checkpoint(
     shapes = _shapes(model)
     path.mkdir(parents=True, exist_ok=True)
     shards = list(_shards(shapes, dtype.itemsize, max_shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {
-            name: _draw(name, shapes[name], seed=seed, dtype=dtype, device=device).cpu()
-            for name in names
-        }
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
+    names = [
+        SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+
+    def write(name: str, tensors: list[str]) -> None:
+        entries = {tensor: shapes[tensor] for tensor in tensors}
+        with (path / name).open("wb") as stream:
+            stream.write(_header(entries, dtype))
+            for tensor, shape in entries.items():
+                drawn = _draw(tensor, shape, seed=seed, dtype=dtype, device=device)
+                stream.write(drawn.cpu().view(-1).view(torch.uint8).numpy().data)
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(write, names, shards))
     if len(shards) > 1:
         total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     model_config.architectures = [type(model).__name__]
@@ -98,6 +108,23 @@ def _shards(
         names.append(name)
         size += nbytes
     yield names
+
+
+def _header(shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> bytes:
+    """Return the safetensors header of tensors that follow one another in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + shape.numel() * dtype.itemsize
+        entries[name] = {
+            "dtype": _SAFETENSORS[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _draw(
