@@ -56,10 +56,8 @@ class _AdapterSwitches:
 
 def rng_state(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the states of the default generators that a block on ``device`` can draw from."""
-    states = (torch.get_rng_state(),)
-    if device.type == "cuda":
-        states += (torch.cuda.get_rng_state(device),)
-    return states
+    cpu = torch.get_rng_state()
+    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,)
 
 
 def set_rng_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,6 +28,11 @@ def is_deterministic(device: torch.device) -> bool:
     )
 
 
+def _cuda_used() -> bool:
+    cuda: Any = torch.cuda
+    return bool(cuda.is_available() and cuda.is_initialized())
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Run with deterministic kernels, and put back what was found.
@@ -38,7 +44,7 @@ def deterministic() -> Iterator[None]:
     """
     found_variable = os.environ.get(CUBLAS_VARIABLE)
     if found_variable not in CUBLAS_VALUES:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if _cuda_used():
             raise StateError(
                 f"poros.deterministic() was entered after CUDA was first used, and "
                 f"{CUBLAS_VARIABLE} is {found_variable or 'not set'}: cuBLAS would not follow it. "

@@ -110,7 +110,8 @@ class HostBuffer:
 
 
 def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
-    runtime: Any = torch.cuda.cudart()
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
     pointer, nbytes = buffer.bytes.data_ptr(), buffer.nbytes
     with torch.cuda.device(device):
         status = runtime.cudaHostRegister(pointer, nbytes, _REGISTER_PORTABLE_MAPPED)

@@ -13,7 +13,7 @@ from poros_core.host_store import HostStore
 from poros_core.log import get_logger
 from poros_core.plan import build_plan, config_mapping
 from poros_core.plugins import plugins
-from poros_core.prepare import STORE
+from poros_core.prepare import STORE, default_device, named_device
 from poros_core.protocols import LoaderStrategy, LoadRequest
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def load(
     request = LoadRequest(
         path=folder,
         family=family,
-        device=_device(device),
+        device=named_device(device) if device is not None else default_device(),
         dtype=dtype,
         quantization_config=quantization_config,
         from_pretrained=from_pretrained,
@@ -90,7 +90,7 @@ def load(
     _to_host_store(model, request)
     if str(model_id_or_path) != str(folder):
         model.config._name_or_path = str(model_id_or_path)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def choose_strategy(precision: str, load_strategy: str, request: LoadRequest) -> LoaderStrategy:
@@ -134,7 +134,7 @@ def local_folder(
             "safetensors files, or a hub id such as 'Qwen/Qwen2.5-7B'."
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
@@ -172,23 +172,12 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     return config
 
 
-def _device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = torch.device(device)
-    if wanted.type == "cuda" and wanted.index is None:
-        wanted = torch.device("cuda", torch.cuda.current_device())
-    return wanted
-
-
 def _to_host_store(model: Any, request: LoadRequest) -> None:
     """Move every unit into the host store, and what does not stream to the device."""
     for param in model.parameters():
         param.requires_grad_(False)
     family = plugins().family_for(config_mapping(model)).value
-    plan = build_plan(
-        model, family=family, codecs=plugins().codecs(), device=request.device
-    )
+    plan = build_plan(model, family=family, codecs=plugins().codecs(), device=request.device)
     store = HostStore(request.device, home=True)
     for unit in plan.units():
         store.adopt(unit.refs)
@@ -201,6 +190,4 @@ def _to_host_store(model: Any, request: LoadRequest) -> None:
     if request.device.type == "cuda":
         torch.cuda.empty_cache()
     model.__dict__[STORE] = store
-    _log.info(
-        "loaded", path=str(request.path), units=len(plan.units()), host_bytes=store.nbytes
-    )
+    _log.info("loaded", path=str(request.path), units=len(plan.units()), host_bytes=store.nbytes)

@@ -56,9 +56,7 @@ def adapter_name(model: nn.Module) -> str:
     return ", ".join(sorted(kinds)) or "parameters without PEFT"
 
 
-def print_panel(
-    model: nn.Module, *, family: Family, plan: BlockPlan, settings: Settings
-) -> None:
+def print_panel(model: nn.Module, *, family: Family, plan: BlockPlan, settings: Settings) -> None:
     """Print the panel to standard output through rich."""
     lines = panel_lines(model, family=family, plan=plan, settings=settings)
     text = Text("Poros prepared model\n", style="bold")

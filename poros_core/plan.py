@@ -50,6 +50,7 @@ class BlockPlan:
         on_device: every other frozen parameter: final norm, towers, what is shared between layers.
         device: the compute device.
         codec: the codec of the quantised weights, or of the plain ones if none is quantised.
+        codecs: every codec that lays a weight of this model out.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class BlockPlan:
     on_device: tuple[nn.Parameter, ...]
     device: torch.device
     codec: WeightCodec
+    codecs: tuple[WeightCodec, ...]
 
     def units(self) -> list[Unit]:
         """Return every unit that stands in host memory."""
@@ -200,6 +202,7 @@ def build_plan(
         ),
         device=device,
         codec=_main_codec(claims.used),
+        codecs=tuple(claims.used.values()),
     )
 
 

@@ -99,16 +99,14 @@ def prepare(
         )
     if store is None:
         store = HostStore(target)
-    handle = plugins().runtime(settings.runtime).attach(
-        model, plan=plan, settings=settings, store=store
+    handle = (
+        plugins().runtime(settings.runtime).attach(model, plan=plan, settings=settings, store=store)
     )
     if target.type == "cuda":
         torch.cuda.empty_cache()
     prepared = Prepared(family, plan, settings, store, handle)
     model.__dict__[_STATE] = prepared
-    _log.info(
-        "prepared", family=family.name, layers=len(plan.layers), host_bytes=store.nbytes
-    )
+    _log.info("prepared", family=family.name, layers=len(plan.layers), host_bytes=store.nbytes)
     if verbose:
         print_panel(model, family=family, plan=plan, settings=settings)
     return model
@@ -152,8 +150,7 @@ def _check(model: object) -> None:
     for module in model.modules():
         if _STATE in module.__dict__:
             raise PrepareError(
-                "This model is prepared already. Call poros.unprepare(model) first to change "
-                "how."
+                "This model is prepared already. Call poros.unprepare(model) first to change how."
             )
     config_mapping(model)
     if not any(param.requires_grad for param in model.parameters()):
@@ -191,9 +188,7 @@ def _compute_device(
     model: nn.Module, store: HostStore | None, device: torch.device | str | int | None
 ) -> torch.device:
     if device is not None:
-        wanted = torch.device(device)
-        if wanted.type == "cuda" and wanted.index is None:
-            wanted = torch.device("cuda", torch.cuda.current_device())
+        wanted = named_device(device)
         if store is not None and wanted != store.device:
             raise PrepareError(
                 f"The model was loaded for {store.device}, so it cannot be prepared for {wanted}. "
@@ -205,6 +200,17 @@ def _compute_device(
     for param in model.parameters():
         if param.device.type == "cuda":
             return param.device
-    if torch.cuda.is_available():
+    return default_device()
+
+
+def default_device() -> torch.device:
+    """Return the current CUDA device, or the CPU where there is none."""
+    return named_device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def named_device(device: torch.device | str | int) -> torch.device:
+    """Return the device of that name, with its index if it is a CUDA device."""
+    wanted = torch.device(device)
+    if wanted == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return wanted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -78,6 +78,16 @@ class WeightCodec(Protocol):
 
         Raises:
             PrepareError: the parameter is in a state that cannot be streamed.
+        """
+        ...
+
+    def keep_layout(self, module: nn.Module) -> Callable[[], None]:
+        """Keep ``module`` from rearranging its own weight while it streams.
+
+        Called once for every module that owns a streamed parameter, when a runtime attaches.
+
+        Returns:
+            What puts the module back as it was.
         """
         ...
 

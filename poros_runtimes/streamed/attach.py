@@ -66,7 +66,7 @@ def guard_apply(
     the compute device is what already holds, so it passes; anything else is an error, since a
     base that streams cannot change its dtype or its device.
     """
-    original = module._apply
+    original: Callable[..., nn.Module] = module._apply
 
     def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         hidden = {n: p for n, p in module._parameters.items() if id(p) in streamed}
@@ -91,7 +91,7 @@ def guard_root(
     module: nn.Module, *, dtypes: frozenset[torch.dtype], device: torch.device
 ) -> Callable[..., nn.Module]:
     """Return an ``_apply`` that refuses a move before any part of the model has moved."""
-    original = module._apply
+    original: Callable[..., nn.Module] = module._apply
 
     def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for dtype in dtypes:

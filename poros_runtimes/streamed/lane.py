@@ -7,7 +7,7 @@ it is done when the call returns, and an event is a value that says nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -47,15 +47,17 @@ class HostLane:
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool
     ) -> Event:
+        """Copy now; see ``Lane``."""
         if poison:
             target.fill_(POISON)
         target.copy_(source)
         return self
 
     def wait(self, event: Event) -> None:
-        return None
+        """Return: everything is done already."""
 
     def record(self) -> Event:
+        """Return an event that has passed."""
         return self
 
 
@@ -64,12 +66,13 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool
     ) -> Event:
+        """Issue a copy on the copy stream; see ``Lane``."""
         for event in after:
             assert isinstance(event, torch.cuda.Event)
             self._stream.wait_event(event)
@@ -77,14 +80,16 @@ class CudaLane:
             if poison:
                 target.fill_(POISON)
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            return cast(Event, self._stream.record_event())
 
     def wait(self, event: Event) -> None:
+        """Make the current stream wait; see ``Lane``."""
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def record(self) -> Event:
-        return torch.cuda.current_stream(self._device).record_event()
+        """Record an event on the current stream; see ``Lane``."""
+        return cast(Event, torch.cuda.current_stream(self._device).record_event())
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -71,6 +71,7 @@ class StreamedHandle:
         self._lowest = 0
         self._eager_blocks = 0
         self._attachments = Attachments()
+        self._put_back: list[Callable[[], None]] = []
         self._streamed = [param for unit in plan.units() for param in unit.params]
         self.window = self._make_window(settings)
         self._move_the_rest(model)
@@ -145,6 +146,7 @@ class StreamedHandle:
         for owner in owners.values():
             guard = guard_apply(owner, streamed=streamed, device=plan.device)
             attachments.set(owner, "_apply", guard)
+            self._put_back += [codec.keep_layout(owner) for codec in plan.codecs]
         dtypes = frozenset(param.dtype for param in self._streamed)
         for root in {id(m): m for m in (model, plan.model)}.values():
             attachments.set(root, "_apply", guard_root(root, dtypes=dtypes, device=plan.device))
@@ -225,7 +227,7 @@ class StreamedHandle:
         call.pending.append(this)
         call.entered = hidden
         if index + 1 < block.layers.stop:
-            return hidden
+            return call.entered
         calls, call.pending, call.entered = call.pending, [], None
         return self._run(block, hidden, calls, call.token)
 
@@ -287,6 +289,8 @@ class StreamedHandle:
         if self.plan.device.type == "cuda":
             torch.cuda.synchronize(self.plan.device)
         self._attachments.undo()
+        for put_back in self._put_back:
+            put_back()
         self._store.restore(device)
 
     def counters(self) -> Mapping[str, int]:
@@ -312,9 +316,7 @@ class _DecoderOutput(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor | None
-    ) -> tuple[None, None, torch.Tensor | None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
         ctx.handle.head_done(ctx.token)
         return None, None, gradient
 

@@ -198,7 +198,8 @@ class Window:
 
     def _fetch(self, unit: int) -> None:
         place = self._places[unit]
-        assert place is not None and place.state is Residency.HOST
+        assert place is not None
+        assert place.state is Residency.HOST
         after = [place.event] if place.event is not None else []
         for index in place.overlapping:
             other = self._places[index]

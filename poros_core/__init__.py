@@ -1,0 +1,1 @@
+"""Words and rules of Poros: plugin contracts, block plan, schedule, gates."""
