@@ -18,7 +18,7 @@ from poros_core.errors import CheckpointError, SettingsError
 from poros_loaders.checkpoint import few
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from poros_core.protocols import LoadRequest
     from poros_loaders.checkpoint import Checkpoint
@@ -139,37 +139,45 @@ def check_shapes(request: LoadRequest, config: Any) -> None:
         )
 
 
-def check_quantised(request: LoadRequest, model: nn.Module) -> None:
-    """Insist that every 4-bit layer holds a quantised weight of its own shape.
+def check_quantised(request: LoadRequest, model: PreTrainedModel) -> None:
+    """Insist that every 4-bit layer is quantised and every tensor has the config's shape.
 
-    Transformers does not compare the shapes of weights that it quantises.
+    Transformers leaves out the comparison of shapes for weights that it quantises, and some of its
+    releases for all weights of such a model.
 
     Raises:
         CheckpointError: one does not, or there is no 4-bit layer at all.
     """
-    layers = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, bnb.nn.Linear4bit)
-    ]
-    if not layers:
+    if not any(isinstance(module, bnb.nn.Linear4bit) for module in model.modules()):
         raise CheckpointError(
             f"Checkpoint '{request.path}': no weight was quantised, so this would not be an NF4 "
             "model. Check llm_int8_skip_modules in quantization_config, or use precision='bf16'."
         )
-    wrong = [f"{name}.weight {problem}" for name, layer in layers if (problem := _problem(layer))]
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        skeleton = type(model)(config)
+    wrong = [
+        f"{name} {problem}"
+        for name, wanted in skeleton.state_dict().items()
+        if (problem := _problem(model, name, wanted.shape))
+    ]
     if wrong:
         raise CheckpointError(
             f"Checkpoint '{request.path}' does not fit a {request.family.title} model: "
-            f"{len(wrong)} weights are not as config.json asks for ({few(wrong)}). Its "
+            f"{len(wrong)} tensors are not as config.json asks for ({few(wrong)}). Its "
             "config.json and its weights belong to different models; download both again from one "
             "place."
         )
 
 
-def _problem(layer: Any) -> str | None:
-    weight = layer.weight
-    if not isinstance(weight, bnb.nn.Params4bit) or weight.quant_state is None:
-        return "is not quantised"
-    found, wanted = tuple(weight.quant_state.shape), (layer.out_features, layer.in_features)
-    return None if found == wanted else f"has shape {found} instead of {wanted}"
+def _problem(model: PreTrainedModel, name: str, wanted: torch.Size) -> str | None:
+    tensor = model.get_parameter_or_buffer(name)
+    module = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module, bnb.nn.Linear4bit) and tensor is module.weight:
+        if not isinstance(tensor, bnb.nn.Params4bit) or tensor.quant_state is None:
+            return "is not quantised"
+        found = tuple(tensor.quant_state.shape)
+    else:
+        found = tuple(tensor.shape)
+    return None if found == tuple(wanted) else f"has shape {found} instead of {tuple(wanted)}"

@@ -203,14 +203,15 @@ def _check(request: LoadRequest) -> Any:
     return config
 
 
-def _finish(request: LoadRequest, model: nn.Module) -> nn.Module:
+def _finish(request: LoadRequest, model: Any) -> nn.Module:
     from poros_loaders.bnb_config import check_quantised
 
     check_quantised(request, model)
     for module in model.modules():
         NF4.keep_layout(module)
     mark_device(model, request.device)
-    return model
+    loaded: nn.Module = model
+    return loaded
 
 
 def _load_resident(request: LoadRequest) -> nn.Module:

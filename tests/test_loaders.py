@@ -390,15 +390,16 @@ class TestRandomCheckpoint:
         assert size < (free / "model.safetensors").stat().st_size
 
 
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {**TINY, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    return write_checkpoint(tmp_path_factory.mktemp("gpu"), shape, shards=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     DEVICE = torch.device("cuda", 0)
-
-    @pytest.fixture(scope="class")
-    def big(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        shape = {**TINY, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
-        return write_checkpoint(tmp_path_factory.mktemp("gpu"), shape, shards=2)
 
     @pytest.mark.parametrize("asked", CONFIGS)
     def test_streamed_is_the_standard_load(self, big: Path, asked: dict[str, Any]) -> None:
