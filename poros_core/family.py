@@ -58,6 +58,8 @@ class Family:
             whose forward runs the layers and whose output is the last hidden state.
         layers: called with the decoder; returns its layers in the order of their calls. Each
             takes the hidden state ``[batch, sequence, hidden]`` first and returns the next one.
+        shared: keywords of a layer's forward whose value is a mutable mapping through which
+            layers hand tensors to later layers (shared keys and values, for example).
     """
 
     name: str = field(validator=validators.matches_re(r"[a-z0-9][a-z0-9_.\-]*"))
@@ -67,3 +69,4 @@ class Family:
     refuse: Callable[[Mapping[str, Any]], str | None] = field(default=_accept, repr=False)
     decoder: Callable[[nn.Module], nn.Module] = field(default=decoder_of, repr=False)
     layers: Callable[[nn.Module], Sequence[nn.Module]] = field(default=decoder_layers, repr=False)
+    shared: tuple[str, ...] = ()

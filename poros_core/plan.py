@@ -50,6 +50,7 @@ class BlockPlan:
         on_device: every other frozen parameter: final norm, towers, what is shared between layers.
         device: the compute device.
         codec: the codec of the quantised weights, or of the plain ones if none is quantised.
+        shared: the family's ``shared``.
         codecs: every codec that lays a weight of this model out.
     """
 
@@ -62,6 +63,7 @@ class BlockPlan:
     device: torch.device
     codec: WeightCodec
     codecs: tuple[WeightCodec, ...]
+    shared: tuple[str, ...]
 
     def units(self) -> list[Unit]:
         """Return every unit that stands in host memory."""
@@ -203,6 +205,7 @@ def build_plan(
         device=device,
         codec=_main_codec(claims.used),
         codecs=tuple(claims.used.values()),
+        shared=family.shared,
     )
 
 

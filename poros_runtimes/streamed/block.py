@@ -1,4 +1,4 @@
-"""One block: its call, its recompute, and the autograd boundary between blocks.
+"""One block: its modules, its call, and how a call runs.
 
 [Note: The first forward runs in grad mode]
 Which kernel runs depends on whether gradients are wanted: scaled-dot-product attention, compiled
@@ -6,29 +6,28 @@ regions and fused 4-bit products all ask. So the first forward of a block that w
 runs in grad mode, on inputs that want gradients where the caller's do, and its graph is dropped.
 A ``no_grad`` first forward can differ from a resident run in the last bit.
 
-[Note: Parameters are inputs of the boundary]
-The block's trainable parameters go into the autograd function as inputs and their gradients come
-out of it, so that autograd itself accumulates them: shared parameters, accumulation, hooks and
-``torch.autograd.grad`` work as in any model. In the recompute each parameter is replaced by a
-detached alias; otherwise hooks that the user set on a parameter would run twice, once inside.
+[Note: What crosses a block]
+Besides the hidden state, layers can hand tensors to later layers through a mutable mapping that
+the decoder passes to each of them (a family names it in ``shared``). A block gets a mapping of its
+own, filled with what it was given, and hands out every entry it ends up with, those that it only
+read too: the gradients of a tensor that several blocks read then meet in the order in which a
+resident run adds them, from the last reader to the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from attrs import define, field, frozen
 from torch import nn
-from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from poros_core.call_state import BlockModules, CallState, capture, restored
+from poros_core.call_state import BlockModules, CallState
 
-__all__ = ["BackwardToken", "Block", "BlockCall", "LayerCall", "UnitAccess", "run_block"]
+__all__ = ["BackwardToken", "Block", "BlockCall", "LayerCall", "UnitAccess", "make_call"]
 
 
 class BackwardToken:
@@ -138,169 +137,131 @@ class BlockCall:
         leaves: the flattened arguments of all its layer calls, in which the tensors that carry
             gradients are left out and handed to autograd instead.
         spec: how to put them back together.
-        carried: positions of those tensors.
+        carried: for each of those tensors, its positions in ``leaves``.
         params: the parameters that wanted gradients.
+        shared: the mappings that the layers share, by keyword; see [Note: What crosses a block].
+        shared_spec: how the tensors that entered in them are put back together.
         state: what the first forward saw.
+        thread: hand out the hidden state that entered too, for a loss that reads it.
+        left_spec: how the tensors that left in the shared mappings are put back together.
     """
 
     block: Block
     layers: tuple[int, ...]
     leaves: list[Any] = field(repr=False)
     spec: Any = field(repr=False)
-    carried: tuple[int, ...]
+    carried: list[list[int]]
     params: list[nn.Parameter] = field(repr=False)
-    state: CallState | None = field(repr=False)
+    shared: dict[str, MutableMapping[Any, Any]] = field(repr=False)
+    shared_spec: Any = field(repr=False)
+    state: CallState | None = field(default=None, repr=False)
+    thread: bool = False
+    left_spec: Any = field(default=None, repr=False)
 
-    def run(self, tensors: Sequence[torch.Tensor], held: list[int] | None) -> torch.Tensor:
-        """Run the layers on a hidden state and the carried tensors.
+    def run(self, tensors: Sequence[torch.Tensor], held: list[int] | None) -> list[torch.Tensor]:
+        """Run the layers.
 
         Args:
-            tensors: the hidden state, then the carried tensors.
+            tensors: the hidden state, the carried tensors, then what the shared mappings hold.
             held: None in a forward, where each unit is parked after its layer. In a backward the
                 gradient kernels read the units too: their numbers are added here, and the caller
                 parks them.
+
+        Returns:
+            The hidden state, what the shared mappings hold now, and with ``thread`` the hidden
+            state that entered.
         """
         leaves = list(self.leaves)
-        for position, tensor in zip(self.carried, tensors[1:], strict=True):
-            leaves[position] = tensor
+        entered = 1 + len(self.carried)
+        for positions, tensor in zip(self.carried, tensors[1:entered], strict=True):
+            for position in positions:
+                leaves[position] = tensor
         calls = pytree.tree_unflatten(leaves, self.spec)
-        units = self.block.units
+        held_by_name = pytree.tree_unflatten(list(tensors[entered:]), self.shared_spec)
+        shared = {name: _like(m, held_by_name[name]) for name, m in self.shared.items()}
         hidden = tensors[0]
         for layer, (args, kwargs) in zip(self.layers, calls, strict=True):
-            units.acquire(layer, backward=held is not None)
-            if held is not None:
-                held.append(layer)
-                hidden = self.block.forwards[layer](hidden, *args, **kwargs)
-                continue
-            try:
-                hidden = self.block.forwards[layer](hidden, *args, **kwargs)
-            finally:
-                units.release(layer, backward=False)
-        return hidden
+            hidden = self._run_layer(layer, hidden, args, {**kwargs, **shared}, held)
+        found, self.left_spec = pytree.tree_flatten({n: dict(m) for n, m in shared.items()})
+        return [hidden, *found, *([tensors[0]] if self.thread else [])]
+
+    def _run_layer(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        held: list[int] | None,
+    ) -> torch.Tensor:
+        units = self.block.units
+        units.acquire(layer, backward=held is not None)
+        if held is not None:
+            held.append(layer)
+            return self.block.forwards[layer](hidden, *args, **kwargs)
+        try:
+            return self.block.forwards[layer](hidden, *args, **kwargs)
+        finally:
+            units.release(layer, backward=False)
 
     def drop_caches(self) -> None:
         """Leave caches out of the recompute: it must not append to them a second time."""
         self.leaves = [None if isinstance(leaf, Cache) else leaf for leaf in self.leaves]
 
+    def hand_out(self, found: Sequence[torch.Tensor]) -> None:
+        """Put what left the block into the mappings that the decoder goes on with."""
+        values = pytree.tree_unflatten(list(found), self.left_spec)
+        for name, mapping in self.shared.items():
+            mapping.update(values[name])
 
-def run_block(
-    block: Block, hidden: torch.Tensor, calls: Sequence[LayerCall], token: BackwardToken | None
-) -> torch.Tensor:
-    """Run one block: through the autograd boundary if anything in it wants gradients.
+
+def _like(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+    """Return a new mapping of the same type: its class differs between Transformers releases."""
+    make: Any = type(mapping)
+    return make(dict(values))
+
+
+def make_call(
+    block: Block,
+    calls: Sequence[LayerCall],
+    *,
+    shared_names: Sequence[str],
+    thread: bool,
+) -> tuple[BlockCall, list[torch.Tensor]]:
+    """Describe a call of a block.
 
     Args:
         block: the block.
-        hidden: the hidden state that enters it, ``[batch, sequence, hidden]``.
         calls: the calls of its layers, in order.
-        token: the decoder call's count of backwards to come, if there is such a call.
+        shared_names: the family's ``shared``.
+        thread: see ``BlockCall``.
 
     Returns:
-        The hidden state that leaves it.
+        The call, and the tensors that enter it besides the hidden state: those among the
+        arguments that carry gradients, each once, then what the shared mappings hold.
     """
-    block.refresh()
-    grad = torch.is_grad_enabled()
-    params = block.trainable() if grad else []
-    leaves, spec = pytree.tree_flatten([(call.args, call.kwargs) for call in calls])
-    carried = tuple(
-        position
-        for position, leaf in enumerate(leaves)
-        if grad and isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    )
-    layers = tuple(call.layer for call in calls)
-    with record_function(f"poros forward block {block.name}"):
-        if not grad or not (params or carried or hidden.requires_grad):
-            call = BlockCall(block, layers, leaves, spec, (), [], None)
-            return call.run([hidden], None)
-        state = capture(hidden.device, block.modules)
-        call = BlockCall(block, layers, leaves, spec, carried, params, state)
-        tensors = [hidden, *(leaves[position] for position in carried)]
-        for position in carried:
+    first = calls[0].kwargs
+    shared = {
+        name: first[name] for name in shared_names if isinstance(first.get(name), MutableMapping)
+    }
+    arguments = [
+        (call.args, {k: v for k, v in call.kwargs.items() if k not in shared}) for call in calls
+    ]
+    leaves, spec = pytree.tree_flatten(arguments)
+    carried: dict[int, tuple[torch.Tensor, list[int]]] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            carried.setdefault(id(leaf), (leaf, []))[1].append(position)
             leaves[position] = None
-        output: torch.Tensor = _Boundary.apply(call, token, len(tensors), *tensors, *params)  # type: ignore[no-untyped-call]
-        return output
-
-
-def _leaf(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(wanted)
-
-
-class _Boundary(torch.autograd.Function):
-    """See [Note: Parameters are inputs of the boundary]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: BlockCall, token: BackwardToken | None, count: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.token, ctx.count = call, token, count
-        inputs = tensors[:count]
-        ctx.save_for_backward(*inputs)
-        wanted = ctx.needs_input_grad[3 : 3 + count]
-        with torch.enable_grad():
-            leaves = [_leaf(t, w) for t, w in zip(inputs, wanted, strict=True)]
-            output = call.run(leaves, None)
-        call.drop_caches()
-        if token is not None:
-            token.expect(call.layers[0])
-        return output.detach()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: BlockCall = ctx.call
-        wanted = ctx.needs_input_grad[3:]
-        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if gradient is not None:
-            with record_function(f"poros backward block {call.block.name}"):
-                found = _gradients(call, ctx.saved_tensors, wanted, gradient)
-        if ctx.token is not None:
-            ctx.token.done(call.layers[0])
-        return (None, None, None, *found)
-
-
-def _gradients(
-    call: BlockCall,
-    inputs: Sequence[torch.Tensor],
-    wanted: Sequence[bool],
-    gradient: torch.Tensor,
-) -> list[torch.Tensor | None]:
-    """Recompute a block and return the gradient of each input and parameter that wants one.
-
-    Only the recompute runs under the forward's state: the gradient kernels see the state that
-    the backward was called in, as a resident run's do.
-    """
-    assert call.state is not None
-    held: list[int] = []
-    try:
-        with torch.enable_grad():
-            leaves = [_leaf(t, w) for t, w in zip(inputs, wanted, strict=False)]
-            with (
-                restored(call.state, call.block.modules),
-                _aliased(call.block, call.params) as aliases,
-            ):
-                output = call.run(leaves, held)
-        if not output.requires_grad:
-            return [None] * len(wanted)
-        sources = [t for t, w in zip([*leaves, *aliases], wanted, strict=True) if w]
-        found = iter(torch.autograd.grad(output, sources, gradient, allow_unused=True))
-        return [next(found) if w else None for w in wanted]
-    finally:
-        for layer in reversed(held):
-            call.block.units.release(layer, backward=True)
-
-
-@contextmanager
-def _aliased(block: Block, params: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Put detached aliases in the place of the trainable parameters of a block."""
-    aliases = {id(param): param.detach().requires_grad_(True) for param in params}
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
-        for module, name in block.slots:
-            param = module._parameters.get(name)
-            if param is not None and id(param) in aliases:
-                module._parameters[name] = cast(nn.Parameter, aliases[id(param)])
-                replaced.append((module, name, param))
-        yield [aliases[id(param)] for param in params]
-    finally:
-        for module, name, param in replaced:
-            module._parameters[name] = param
+    entering, shared_spec = pytree.tree_flatten({n: dict(m) for n, m in shared.items()})
+    call = BlockCall(
+        block,
+        tuple(call.layer for call in calls),
+        leaves,
+        spec,
+        [positions for _, positions in carried.values()],
+        block.trainable() if torch.is_grad_enabled() else [],
+        shared,
+        shared_spec,
+        thread=thread,
+    )
+    return call, [*(tensor for tensor, _ in carried.values()), *entering]

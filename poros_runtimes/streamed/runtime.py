@@ -24,7 +24,8 @@ from poros_runtimes.streamed.attach import (
     guard_apply,
     guard_root,
 )
-from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, run_block
+from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall
+from poros_runtimes.streamed.boundary import run_block
 from poros_runtimes.streamed.lane import make_lane
 from poros_runtimes.streamed.window import Window
 
@@ -40,8 +41,10 @@ computes while the second waits and the third is on its way."""
 class _DecoderCall:
     """One forward of the decoder: how it groups layers, and the group that is being gathered."""
 
-    def __init__(self, blocks: Mapping[int, Block]) -> None:
+    def __init__(self, blocks: Mapping[int, Block], *, thread: bool) -> None:
         self.blocks = blocks
+        self.thread = thread
+        self.entered_behind: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.token = BackwardToken()
         self.pending: list[LayerCall] = []
         self.entered: torch.Tensor | None = None
@@ -157,8 +160,8 @@ class StreamedHandle:
 
     def _decoder_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._begin_forward(args, kwargs)
-        grouped = not _wants_hidden_states(self.plan.decoder, kwargs)
-        call = _DecoderCall(self._blocks if grouped else self._singles)
+        thread = _wants_hidden_states(self.plan.decoder, kwargs)
+        call = _DecoderCall(self._singles if thread else self._blocks, thread=thread)
         outer, self._call = self._call, call
         try:
             with checkpointing_off(self._layers):
@@ -170,7 +173,7 @@ class StreamedHandle:
                 )
         finally:
             self._call = outer
-        return self._end_forward(output, call.token)
+        return self._end_forward(output, call)
 
     def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -185,7 +188,8 @@ class StreamedHandle:
         self.window.prefetch(upcoming_forward(-1, layers=len(self._layers), head=self._head))
         self._lowest = len(self._layers)
 
-    def _end_forward(self, output: Any, token: BackwardToken) -> Any:
+    def _end_forward(self, output: Any, call: _DecoderCall) -> Any:
+        token = call.token
         if self._head is not None and not self._head_bound:
             self.window.acquire(self._head)
             self._head_bound = True
@@ -197,10 +201,9 @@ class StreamedHandle:
         token.head = True
         self._tokens.add(token)
         bounded: torch.Tensor = _DecoderOutput.apply(self, token, hidden)  # type: ignore[no-untyped-call]
-        if isinstance(output, tuple):
-            return (bounded, *output[1:])
-        output[next(iter(output.keys()))] = bounded
-        return output
+        swaps = {id(hidden): bounded}
+        swaps.update((id(entered), behind) for entered, behind in call.entered_behind)
+        return _swapped(output, swaps)
 
     def _layer_forward(self, index: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args:
@@ -223,26 +226,35 @@ class StreamedHandle:
                     "Prepare the model with block_size=1."
                 )
         elif index != block.layers.start:
-            return self._run(self._singles[index], hidden, [this], call.token)
+            return self._run(self._singles[index], hidden, [this], call)
         call.pending.append(this)
         call.entered = hidden
         if index + 1 < block.layers.stop:
             return call.entered
         calls, call.pending, call.entered = call.pending, [], None
-        return self._run(block, hidden, calls, call.token)
+        return self._run(block, hidden, calls, call)
 
     def _run(
         self,
         block: Block,
         hidden: torch.Tensor,
         calls: Sequence[LayerCall],
-        token: BackwardToken | None,
+        call: _DecoderCall | None,
     ) -> torch.Tensor:
         self._eager_blocks += 1
-        output = run_block(block, hidden, calls, token)
-        if output.requires_grad:
+        result = run_block(
+            block,
+            hidden,
+            calls,
+            shared=self.plan.shared,
+            token=None if call is None else call.token,
+            thread=call is not None and call.thread,
+        )
+        if result.hidden.requires_grad:
             self._lowest = min(self._lowest, block.layers.start)
-        return output
+        if call is not None and result.entered is not None:
+            call.entered_behind.append((hidden, result.entered))
+        return result.hidden
 
     # -- units ---------------------------------------------------------------------------------
 
@@ -327,6 +339,21 @@ def _uncheckpointed(
     off = getattr(layer, "gradient_checkpointing", False)
     with checkpointing_off([layer]) if off else nullcontext():
         return forward(*args, **kwargs)
+
+
+def _swapped(output: Any, swaps: Mapping[int, torch.Tensor]) -> Any:
+    """Put tensors behind their boundary into a decoder's output, in place of what it collected."""
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(swap(item) for item in value)
+        return swaps.get(id(value), value)
+
+    if isinstance(output, tuple):
+        return swap(output)
+    for name, value in list(output.items()):
+        output[name] = swap(value)
+    return output
 
 
 def _wants_hidden_states(decoder: nn.Module, kwargs: Mapping[str, Any]) -> bool:

@@ -1,0 +1,180 @@
+"""The autograd boundary between blocks, and the recompute behind it.
+
+[Note: Parameters are inputs of the boundary]
+The block's trainable parameters go into the autograd function as inputs and their gradients come
+out of it, so that autograd itself accumulates them: shared parameters, accumulation, hooks and
+``torch.autograd.grad`` work as in any model. In the recompute each parameter is replaced by a
+detached alias; otherwise hooks that the user set on a parameter would run twice, once inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from attrs import frozen
+from torch import nn
+from torch.profiler import record_function
+
+from poros_core.call_state import capture, restored
+from poros_runtimes.streamed.block import BackwardToken, Block, BlockCall, LayerCall, make_call
+
+__all__ = ["BlockResult", "run_block"]
+
+
+@frozen(eq=False)
+class BlockResult:
+    """What a block hands out.
+
+    Attributes:
+        hidden: the hidden state that leaves it, ``[batch, sequence, hidden]``.
+        entered: the hidden state that entered it, behind the boundary; None if not asked for.
+    """
+
+    hidden: torch.Tensor
+    entered: torch.Tensor | None
+
+
+def run_block(
+    block: Block,
+    hidden: torch.Tensor,
+    calls: Sequence[LayerCall],
+    *,
+    shared: Sequence[str] = (),
+    token: BackwardToken | None = None,
+    thread: bool = False,
+) -> BlockResult:
+    """Run one block: through the autograd boundary if anything in it wants gradients.
+
+    Args:
+        block: the block.
+        hidden: the hidden state that enters it, ``[batch, sequence, hidden]``.
+        calls: the calls of its layers, in order.
+        shared: keywords of the mappings through which layers hand tensors to later ones.
+        token: the decoder call's count of backwards to come, if there is such a call.
+        thread: also return the hidden state that entered, for a loss that reads it: gradients of
+            the two uses must meet in the order in which a resident run adds them.
+    """
+    block.refresh()
+    call, entering = make_call(block, calls, shared_names=shared, thread=thread)
+    tensors = [hidden, *entering]
+    with record_function(f"poros forward block {block.name}"):
+        if not torch.is_grad_enabled() or not (
+            call.params or any(tensor.requires_grad for tensor in tensors)
+        ):
+            call.thread = False
+            output, *found = call.run(tensors, None)
+            call.hand_out(found)
+            return BlockResult(output, None)
+        call.state = capture(hidden.device, block.modules)
+        results: tuple[torch.Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
+            call, token, len(tensors), *tensors, *call.params
+        )
+    output, *found = results
+    entered = found.pop() if thread else None
+    call.hand_out(found)
+    return BlockResult(output, entered)
+
+
+def _leaf(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_(wanted)
+
+
+class _Boundary(torch.autograd.Function):
+    """See [Note: Parameters are inputs of the boundary]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: BlockCall, token: BackwardToken | None, count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.token = call, token
+        inputs = tensors[:count]
+        ctx.save_for_backward(*inputs)
+        wanted = ctx.needs_input_grad[3 : 3 + count]
+        with torch.enable_grad():
+            leaves = [_leaf(t, w) for t, w in zip(inputs, wanted, strict=True)]
+            found = call.run(leaves, None)
+        call.drop_caches()
+        if token is not None:
+            token.expect(call.layers[0])
+        results = tuple(tensor.detach() for tensor in found)
+        ctx.mark_non_differentiable(
+            *(r for r, tensor in zip(results, found, strict=True) if not tensor.requires_grad)
+        )
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: BlockCall = ctx.call
+        wanted = ctx.needs_input_grad[3:]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if any(gradient is not None for gradient in gradients):
+            with record_function(f"poros backward block {call.block.name}"):
+                found = _gradients(call, ctx.saved_tensors, wanted, gradients)
+        if ctx.token is not None:
+            ctx.token.done(call.layers[0])
+        return (None, None, None, *found)
+
+
+def _gradients(
+    call: BlockCall,
+    inputs: Sequence[torch.Tensor],
+    wanted: Sequence[bool],
+    gradients: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """Recompute a block and return the gradient of each input and parameter that wants one.
+
+    Only the recompute runs under the forward's state: the gradient kernels see the state that
+    the backward was called in, as a resident run's do.
+    """
+    assert call.state is not None
+    held: list[int] = []
+    try:
+        with torch.enable_grad():
+            leaves = [_leaf(t, w) for t, w in zip(inputs, wanted, strict=False)]
+            with (
+                restored(call.state, call.block.modules),
+                _aliased(call.block, call.params) as aliases,
+            ):
+                found = call.run(leaves, held)
+        used = [
+            (tensor, gradient)
+            for tensor, gradient in zip(found, gradients, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        sources = [t for t, w in zip([*leaves, *aliases], wanted, strict=True) if w]
+        if not used or not sources:
+            return [None] * len(wanted)
+        results = iter(
+            torch.autograd.grad(
+                [tensor for tensor, _ in used],
+                sources,
+                [gradient for _, gradient in used],
+                allow_unused=True,
+            )
+        )
+        return [next(results) if w else None for w in wanted]
+    finally:
+        for layer in reversed(held):
+            call.block.units.release(layer, backward=True)
+
+
+@contextmanager
+def _aliased(block: Block, params: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    """Put detached aliases in the place of the trainable parameters of a block."""
+    aliases = {id(param): param.detach().requires_grad_(True) for param in params}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module, name in block.slots:
+            param = module._parameters.get(name)
+            if param is not None and id(param) in aliases:
+                module._parameters[name] = cast(nn.Parameter, aliases[id(param)])
+                replaced.append((module, name, param))
+        yield [aliases[id(param)] for param in params]
+    finally:
+        for module, name, param in replaced:
+            module._parameters[name] = param
