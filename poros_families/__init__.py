@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from poros_core.family import Family
 from poros_core.hookspecs import hookimpl
+from poros_families.gemma3 import GEMMA3
+from poros_families.gemma4 import GEMMA4
 from poros_families.qwen2 import QWEN2
+from poros_families.qwen3 import QWEN3
+from poros_families.qwen3_5 import QWEN3_5
 
 __all__ = ["poros_families"]
 
@@ -14,4 +18,4 @@ __all__ = ["poros_families"]
 @hookimpl
 def poros_families() -> Sequence[Family]:
     """Offer the built-in families."""
-    return (QWEN2,)
+    return (QWEN2, QWEN3, QWEN3_5, GEMMA3, GEMMA4)
