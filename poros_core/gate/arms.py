@@ -1,0 +1,199 @@
+"""The arms of a gate: how each is built, and one training step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from poros_core.call_state import rng_state, set_rng_state
+from poros_core.gate.compare import StepView
+from poros_core.gate.fault import PlantedFault, plant
+from poros_core.gate.meter import Meter
+from poros_core.gate.options import GateOptions, Subject
+from poros_core.load import choose_strategy, load
+from poros_core.prepare import Prepared, prepare, prepared_of
+from poros_core.protocols import LoadRequest
+
+__all__ = ["CLIP", "LEARNING_RATE", "Arm", "Workshop"]
+
+LEARNING_RATE = 2e-4
+CLIP = 1.0
+
+
+class Arm:
+    """One side of a gate: a model, its optimizer, and a random-number stream of its own."""
+
+    def __init__(self, name: str, model: nn.Module, *, meter: Meter, seed: int) -> None:
+        self.name = name
+        self.model = model
+        self.meter = meter
+        self.device = next(iter(_trainable(model).values())).device
+        self.params = _trainable(model)
+        self.start = {key: param.detach().clone() for key, param in self.params.items()}
+        self.had_gradient: set[str] = set()
+        self.optimizer = torch.optim.AdamW(self.params.values(), lr=LEARNING_RATE)
+        torch.manual_seed(seed)
+        self._rng = rng_state(self.device)
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What Poros knows of the model, or None for an arm that it does not touch."""
+        return prepared_of(self.model)
+
+    def counters(self) -> Mapping[str, int]:
+        """Return the runtime's running totals; empty for an arm that Poros does not touch."""
+        prepared = self.prepared
+        return {} if prepared is None else dict(prepared.handle.counters())
+
+    def view(self) -> StepView:
+        """Return what the arm shows before its first step."""
+        return StepView({"adapter_weights": self.params})
+
+    def step(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> StepView:
+        """Train one step, under the arm's own random-number stream."""
+        set_rng_state(self.device, self._rng)
+        with self.meter.step():
+            losses = []
+            for batch in batches:
+                loss = self.model(**batch).loss / len(batches)
+                loss.backward()
+                losses.append(loss.detach())
+            norms = _gradient_norms(self.params)
+            total = nn.utils.clip_grad_norm_(self.params.values(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._rng = rng_state(self.device)
+        stacked = torch.stack(list(norms.values()))
+        usable = (stacked.isfinite() & (stacked > 0)).tolist()
+        self.had_gradient |= {name for name, good in zip(norms, usable, strict=True) if good}
+        return StepView(
+            {
+                "loss": {
+                    **{f"micro-batch {i}": loss for i, loss in enumerate(losses)},
+                    **{f"random-number state {i}": s for i, s in enumerate(self._rng)},
+                },
+                "grad_norms": {"global": total.detach(), **norms},
+                "optimizer_state": self._optimizer_state(),
+                "adapter_weights": self.params,
+            }
+        )
+
+    def untrained(self) -> list[str]:
+        """Return the adapter tensors that never had a finite non-zero gradient, or did not move."""
+        return [
+            name
+            for name, param in self.params.items()
+            if name not in self.had_gradient or torch.equal(param.detach(), self.start[name])
+        ]
+
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name} {key}": value
+            for name, param in self.params.items()
+            for key, value in self.optimizer.state[param].items()
+        }
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def _gradient_norms(params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return each gradient's norm; a parameter without a gradient counts as zero."""
+    return {
+        name: torch.zeros((), device=param.device)
+        if param.grad is None
+        else torch.linalg.vector_norm(param.grad)
+        for name, param in params.items()
+    }
+
+
+@frozen(kw_only=True)
+class Workshop:
+    """Builds arms that differ in nothing but where the base is.
+
+    Attributes:
+        options: what the gate is asked to do.
+        subject: what it runs on.
+        path: the checkpoint.
+        device: the compute device.
+    """
+
+    options: GateOptions
+    subject: Subject
+    path: Path
+    device: torch.device
+
+    def resident(self, name: str) -> Arm:
+        """Build an arm that Poros does not touch: plain Transformers and PEFT."""
+        request = LoadRequest(
+            path=self.path,
+            family=self.subject.family,
+            device=self.device,
+            from_pretrained=self._overrides(),
+        )
+        strategy = choose_strategy(self.options.precision, self.options.load_strategy, request)
+        meter = Meter(self.device)
+        with meter.building():
+            torch.manual_seed(self.options.seed)
+            model = strategy.load_resident(request)
+            return self._arm(name, self._with_adapters(model), meter)
+
+    def streamed(self) -> tuple[Arm, PlantedFault | None]:
+        """Build the arm whose base streams, and plant a fault in it if asked to."""
+        options = self.options
+        meter = Meter(self.device)
+        with meter.building():
+            torch.manual_seed(options.seed)
+            base = load(
+                self.path,
+                precision=options.precision,
+                load_strategy=options.load_strategy,
+                device=self.device,
+                **self._overrides(),
+            )
+            model = self._with_adapters(base)
+            fault = None
+            if options.plant_fault:
+                fault = plant(
+                    model, family=self.subject.family, device=self.device, seed=options.seed
+                )
+            settings = options.settings
+            prepare(
+                model,
+                block_size=settings.block_size,
+                vram_budget=settings.vram_budget,
+                graphs=settings.graphs,
+                runtime=settings.runtime,
+                verbose=False,
+            )
+            return self._arm("streamed", model, meter), fault
+
+    def _arm(self, name: str, model: nn.Module, meter: Meter) -> Arm:
+        model.train()
+        return Arm(name, model, meter=meter, seed=self.options.seed + 1)
+
+    def _overrides(self) -> dict[str, Any]:
+        """Return what every arm's config is told besides what the checkpoint says."""
+        if self.options.dropout and "attention_dropout" in self.subject.config:
+            return {"attention_dropout": self.options.dropout}
+        return {}
+
+    def _with_adapters(self, model: nn.Module) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(self.options.seed)
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.subject.rank,
+            lora_alpha=2 * self.subject.rank,
+            lora_dropout=self.options.dropout,
+            target_modules="all-linear",
+        )
+        wrapped: nn.Module = get_peft_model(model, config)
+        return wrapped

@@ -1,0 +1,121 @@
+"""Memory and time of each arm, where several share one device.
+
+[Note: Shared device]
+All arms stand on one device, so an arm's own bytes are followed as differences: what allocated and
+reserved memory rose by while it was built and stepped. Its peak in a step is the device's peak in
+that step, less what the others hold. Reserved memory is only told apart while the allocator's cache
+is emptied around each arm's step, which costs time: that is done in the first steps, and time is
+taken in the later ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["METHOD", "SETTLING_STEPS", "Meter"]
+
+SETTLING_STEPS = 3
+"""Steps in which reserved memory is measured and time is not."""
+
+METHOD = (
+    "All arms in one process. peak_allocated_bytes: highest over all steps of the allocator's peak "
+    "in the arm's step, less what the other arms hold. peak_reserved_bytes: likewise for reserved "
+    f"memory, in the first {SETTLING_STEPS} steps, with the allocator's cache emptied before and "
+    f"after each arm's step. step_seconds: median over the steps after the first {SETTLING_STEPS}, "
+    "device synchronised before and after. Null: not measured (no CUDA device, or too few steps)."
+)
+
+
+class Meter:
+    """Follows one arm. On a CPU it takes time only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._own_allocated = 0
+        self._own_reserved = 0
+        self._peak_allocated = 0
+        self._peak_reserved = 0
+        self._steps = 0
+        self._seconds: list[float] = []
+
+    @property
+    def peak_allocated(self) -> int | None:
+        """Bytes, or None without CUDA."""
+        return self._peak_allocated if self._cuda else None
+
+    @property
+    def peak_reserved(self) -> int | None:
+        """Bytes, or None without CUDA."""
+        return self._peak_reserved if self._cuda else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of a step, or None if there were too few."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Count what is allocated within as the arm's own."""
+        with self._owning(empty=True):
+            yield
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure one step of the arm; see [Note: Shared device]."""
+        self._steps += 1
+        settling = self._steps <= SETTLING_STEPS
+        with self._owning(empty=settling):
+            others_allocated, others_reserved = self._others()
+            self._synchronize()
+            start = time.perf_counter()
+            yield
+            self._synchronize()
+            elapsed = time.perf_counter() - start
+            if not settling:
+                self._seconds.append(elapsed)
+            if self._cuda:
+                peak = torch.cuda.max_memory_allocated(self._device) - others_allocated
+                self._peak_allocated = max(self._peak_allocated, peak)
+                if settling:
+                    peak = torch.cuda.max_memory_reserved(self._device) - others_reserved
+                    self._peak_reserved = max(self._peak_reserved, peak)
+
+    def _others(self) -> tuple[int, int]:
+        """Return what the other arms hold, and start a new peak."""
+        if not self._cuda:
+            return 0, 0
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return (
+            torch.cuda.memory_allocated(self._device) - self._own_allocated,
+            torch.cuda.memory_reserved(self._device) - self._own_reserved,
+        )
+
+    @contextmanager
+    def _owning(self, *, empty: bool) -> Iterator[None]:
+        before = self._held(empty=empty)
+        yield
+        after = self._held(empty=empty)
+        self._own_allocated += after[0] - before[0]
+        if empty:
+            self._own_reserved += after[1] - before[1]
+
+    def _held(self, *, empty: bool) -> tuple[int, int]:
+        if not self._cuda:
+            return 0, 0
+        self._synchronize()
+        if empty:
+            torch.cuda.empty_cache()
+        return (
+            torch.cuda.memory_allocated(self._device),
+            torch.cuda.memory_reserved(self._device),
+        )
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self._device)

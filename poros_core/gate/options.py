@@ -1,0 +1,204 @@
+"""What a gate is asked to do, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from poros_core.configs import read_config
+from poros_core.errors import GateError
+from poros_core.family import Family
+from poros_core.plugins import plugins
+from poros_core.settings import Settings
+
+__all__ = ["GateOptions", "Subject", "subject_of"]
+
+
+def _at_least(least: int) -> Any:
+    def check(instance: Any, attribute: Any, value: int | None) -> None:
+        if value is not None and value < least:
+            flag = attribute.name.replace("_", "-")
+            raise GateError(f"--{flag} must be {least} or more; got {value}.")
+
+    return check
+
+
+def _dropout(instance: Any, attribute: Any, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise GateError(f"--dropout must be at least 0 and below 1; got {value}.")
+
+
+def _optimizer_state(instance: Any, attribute: Any, value: str) -> None:
+    if value == "host":
+        raise GateError(
+            "--optimizer-state host: this version keeps optimizer state on the device. Leave the "
+            "flag out, or give 'device'."
+        )
+    if value != "device":
+        raise GateError(f"--optimizer-state must be 'device' or 'host'; got '{value}'.")
+
+
+@frozen(kw_only=True)
+class GateOptions:
+    """What a gate is asked to do.
+
+    Attributes:
+        family: name of the family whose shape is used, or that the model must be of.
+        shape: a shape of that family; seeded random weights are written at it.
+        model: a checkpoint folder, or a hub id, instead of a shape.
+        steps: optimizer steps.
+        seq_len: tokens per sequence at most; None means 32 for a tiny shape, else 512.
+        batch: sequences per micro-batch; None means 2 for a tiny shape, else 1.
+        accumulate: micro-batches per optimizer step.
+        rank: LoRA rank; None means 4 for a tiny shape, else 16.
+        dropout: of LoRA, and of the attention where the architecture has it.
+        precision: of the base.
+        load_strategy: how the streamed arm's base is loaded.
+        optimizer_state: where the optimizer's state is.
+        data: a safetensors file of tokenised records; None means seeded random tokens.
+        seed: of weights, adapters, data and dropout.
+        plant_fault: flip one bit of one streamed weight, which must make the gate fail.
+        settings: how the streamed arm is prepared.
+    """
+
+    family: str | None = None
+    shape: str | None = None
+    model: str | None = None
+    steps: int = field(default=20, validator=_at_least(1))
+    seq_len: int | None = field(default=None, validator=_at_least(4))
+    batch: int | None = field(default=None, validator=_at_least(1))
+    accumulate: int = field(default=1, validator=_at_least(1))
+    rank: int | None = field(default=None, validator=_at_least(1))
+    dropout: float = field(default=0.0, validator=_dropout)
+    precision: str = "nf4"
+    load_strategy: str = "auto"
+    optimizer_state: Literal["device", "host"] = field(default="device", validator=_optimizer_state)
+    data: Path | None = None
+    seed: int = field(default=0, validator=_at_least(0))
+    plant_fault: bool = False
+    settings: Settings = field(factory=Settings)
+
+
+@frozen(kw_only=True)
+class Subject:
+    """What a gate runs on, with every default settled.
+
+    Attributes:
+        family: the family.
+        shape: the shape's name, or the model's path or id.
+        config: the Transformers config as a mapping.
+        random: whether weights are random and have to be written first.
+        seq_len: tokens per sequence at most.
+        batch: sequences per micro-batch.
+        rank: LoRA rank.
+    """
+
+    family: Family
+    shape: str
+    config: Mapping[str, Any]
+    random: bool
+    seq_len: int
+    batch: int
+    rank: int
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The part of the config that describes the decoder."""
+        text: Mapping[str, Any] = self.config.get("text_config", self.config)
+        return text
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary."""
+        return int(self.text_config["vocab_size"])
+
+    @property
+    def pad_token(self) -> int:
+        """The token that pads."""
+        pad = self.text_config.get("pad_token_id")
+        return 0 if pad is None else int(pad)
+
+
+def subject_of(options: GateOptions) -> Subject:
+    """Find out what a gate runs on. Reads a config at most.
+
+    Raises:
+        GateError: neither a shape nor a model is named, or both, or what is named is not there.
+        UnsupportedModelError: no family covers the model.
+        SettingsError: there is no such precision or load strategy.
+        CheckpointError: the model's config cannot be read.
+    """
+    if (options.shape is None) == (options.model is None):
+        raise GateError(
+            "Name what to run on: either --family and --shape (seeded random weights), or --model "
+            "with a checkpoint."
+        )
+    if options.model is not None:
+        family, config = _of_model(options.model, options.family)
+        shape = options.model
+    else:
+        assert options.shape is not None
+        family, config = _of_shape(options.family, options.shape)
+        shape = options.shape
+    tiny = options.model is None and shape.startswith("tiny")
+    subject = Subject(
+        family=family,
+        shape=shape,
+        config=config,
+        random=options.model is None,
+        seq_len=options.seq_len or (32 if tiny else 512),
+        batch=options.batch or (2 if tiny else 1),
+        rank=options.rank or (4 if tiny else 16),
+    )
+    _check(options, subject)
+    return subject
+
+
+def _check(options: GateOptions, subject: Subject) -> None:
+    """Refuse now what would fail only after a large checkpoint was written."""
+    longest = subject.text_config.get("max_position_embeddings")
+    if longest is not None and subject.seq_len > longest:
+        raise GateError(
+            f"--seq-len {subject.seq_len} is more than the {longest} positions of "
+            f"{subject.shape}. Give --seq-len {longest} or less."
+        )
+    layers = int(subject.text_config["num_hidden_layers"])
+    block_size = options.settings.block_size
+    if block_size != "all" and block_size > layers:
+        raise GateError(
+            f"--block-size {block_size} is more than the {layers} layers of {subject.shape}. Give "
+            "a smaller one, or 'all'."
+        )
+    strategy = "streamed" if options.load_strategy == "auto" else options.load_strategy
+    plugins().loader(options.precision, strategy)
+
+
+def _of_model(model: str, name: str | None) -> tuple[Family, Mapping[str, Any]]:
+    config = read_config(model)
+    family = plugins().family_for(config).value
+    if name not in (None, family.name):
+        raise GateError(
+            f"{model} is of family '{family.name}', not '{name}'. Leave --family out, or name the "
+            "right one."
+        )
+    return family, config
+
+
+def _of_shape(name: str | None, shape: str) -> tuple[Family, Mapping[str, Any]]:
+    names = sorted(entry.value.name for entry in plugins().families)
+    if name is None:
+        raise GateError(f"--shape needs --family, one of: {', '.join(names)}.")
+    entry = plugins().families.get(name)
+    if entry is None:
+        raise GateError(
+            f"There is no family '{name}'. Installed: {', '.join(names)}. See poros list-families."
+        )
+    family = entry.value
+    if shape not in family.shapes:
+        raise GateError(
+            f"Family '{family.name}' has no shape '{shape}'. It has: {', '.join(family.shapes)}."
+        )
+    return family, family.shapes[shape]

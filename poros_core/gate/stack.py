@@ -1,0 +1,62 @@
+"""What a record was made with: hardware, driver and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+__all__ = ["COMMIT_VARIABLE", "stack_of"]
+
+COMMIT_VARIABLE = "POROS_COMMIT"
+"""Environment variable that names the commit, for a copy of the source without its history."""
+
+
+def stack_of(device: torch.device) -> dict[str, str | None]:
+    """Return what runs here, as a record names it. On a CPU, GPU and driver are None."""
+    cuda = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cpu": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(name) for name in ("transformers", "peft", "bitsandbytes")},
+        "poros": _version("poros-train"),
+        "poros_commit": _commit(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    given = os.environ.get(COMMIT_VARIABLE)
+    if given:
+        return given
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} with uncommitted changes" if commit and changed else commit
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0] if lines else None
