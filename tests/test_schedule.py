@@ -1,0 +1,146 @@
+"""The copy policy, as a simulation: units, regions, readers and copies are integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poros_core.schedule import Region, Regions, fetches, upcoming_backward, upcoming_forward
+
+SIZES = st.lists(st.integers(1, 9).map(lambda n: n * 256), min_size=1, max_size=14)
+
+
+class Device:
+    """Plays a runtime: obeys the policy, copies what is missing, and checks every move."""
+
+    def __init__(self, sizes: Sequence[int], *, slots: int, head: int) -> None:
+        self.regions = Regions.lay_out(sizes, slots=slots, head_bytes=head)
+        self.places = [*self.regions.layers, *([self.regions.head] if head else [])]
+        self.head = len(sizes) if head else None
+        self.layers = len(sizes)
+        self.present: set[int] = set()
+        self.busy: set[int] = set()
+        self.copies = 0
+
+    def conflict(self, unit: int, other: int) -> bool:
+        place, against = self.places[unit], self.places[other]
+        assert place is not None
+        assert against is not None
+        return unit != other and place.overlaps(against)
+
+    def fetch(self, unit: int) -> None:
+        assert unit not in self.present
+        for other in list(self.present):
+            if self.conflict(unit, other):
+                assert other not in self.busy, "a region is overwritten before its last reader"
+                self.present.discard(other)
+        self.present.add(unit)
+        self.copies += 1
+        taken = [self.places[unit] for unit in self.present]
+        assert sum(place.size for place in taken if place) <= self.regions.size
+
+    def prefetch(self, upcoming: Sequence[int]) -> None:
+        chosen = fetches(upcoming, present=self.present, busy=self.busy, conflict=self.conflict)
+        for unit in chosen:
+            self.fetch(unit)
+
+    def acquire(self, unit: int) -> None:
+        if unit not in self.present:
+            self.fetch(unit)
+        self.busy.add(unit)
+
+    def release(self, unit: int) -> None:
+        self.busy.discard(unit)
+
+    def step(self) -> None:
+        """A forward, the head, and a backward, as the runtime makes them."""
+        self.prefetch(upcoming_forward(-1, layers=self.layers, head=self.head))
+        for layer in range(self.layers):
+            self.acquire(layer)
+            assert layer in self.present
+            self.release(layer)
+            self.prefetch(upcoming_forward(layer, layers=self.layers, head=self.head))
+        if self.head is not None:
+            self.acquire(self.head)
+            self.release(self.head)
+        self.prefetch(upcoming_backward(self.layers, lowest=0, layers=self.layers))
+        for layer in reversed(range(self.layers)):
+            self.acquire(layer)
+            self.release(layer)
+            self.prefetch(upcoming_backward(layer, lowest=0, layers=self.layers))
+
+
+@given(SIZES, st.integers(1, 5), st.sampled_from([0, 512, 8192]))
+def test_a_step_copies_each_unit_as_rarely_as_the_slots_allow(
+    sizes: list[int], slots: int, head: int
+) -> None:
+    device = Device(sizes, slots=slots, head=head)
+    device.step()
+    first = device.copies
+    device.step()
+    again = device.copies - first
+    slots = min(slots, len(sizes))
+    fewest = 2 * (len(sizes) - slots)
+    assert again == fewest, "between steps the window holds what the next forward starts with"
+
+
+@given(SIZES, st.integers(1, 5), st.data())
+def test_any_order_of_use_is_served(sizes: list[int], slots: int, data: st.DataObject) -> None:
+    device = Device(sizes, slots=slots, head=1024)
+    order = data.draw(st.lists(st.integers(0, len(sizes)), max_size=40))
+    for unit in order:
+        device.acquire(unit)
+        assert unit in device.present
+        device.release(unit)
+        device.prefetch(upcoming_forward(unit, layers=len(sizes), head=len(sizes)))
+
+
+@given(SIZES, st.integers(1, 5), st.integers(0, 4096))
+@settings(max_examples=50)
+def test_regions_fit_and_only_units_of_one_slot_overlap(
+    sizes: list[int], slots: int, head: int
+) -> None:
+    regions = Regions.lay_out(sizes, slots=slots, head_bytes=head)
+    count = min(slots, len(sizes))
+    assert regions.slots == count
+    for index, region in enumerate(regions.layers):
+        assert region.size == sizes[index]
+        assert region.offset + region.size <= regions.size
+        for other, against in enumerate(regions.layers):
+            assert region.overlaps(against) == (index % count == other % count)
+        if regions.head is not None:
+            assert not region.overlaps(regions.head)
+
+
+def test_fetches_stop_at_a_unit_that_is_being_read() -> None:
+    def conflict(unit: int, other: int) -> bool:
+        return unit % 2 == other % 2
+
+    chosen = fetches([1, 2, 3], present={0}, busy=[0], conflict=conflict)
+    assert chosen == [1], "unit 2 would overwrite unit 0, and 3 is needed later than 2"
+
+
+def test_fetches_do_not_overwrite_what_is_needed_sooner() -> None:
+    def conflict(unit: int, other: int) -> bool:
+        return unit % 2 == other % 2
+
+    assert fetches([0, 1, 2, 3], present={0, 1}, busy=[], conflict=conflict) == []
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 3])
+def test_the_order_of_a_forward_ends_with_the_head(layer: int) -> None:
+    assert upcoming_forward(layer, layers=4, head=4) == [*range(layer + 1, 4), 4]
+    assert upcoming_forward(layer, layers=4, head=None) == list(range(layer + 1, 4))
+
+
+def test_the_order_of_a_backward_goes_on_with_the_next_forward() -> None:
+    assert upcoming_backward(3, lowest=1, layers=4) == [2, 1, 0, 1, 2, 3]
+    assert upcoming_backward(4, lowest=4, layers=4) == [0, 1, 2, 3]
+
+
+def test_a_region_does_not_overlap_its_neighbour() -> None:
+    assert not Region(0, 256).overlaps(Region(256, 256))
+    assert Region(0, 257).overlaps(Region(256, 256))
