@@ -17,8 +17,7 @@ def bf16(**options: Any) -> torch.autocast:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_around_the_forward_only(recipe: Recipe, size: int) -> None:
+def test_around_the_forward_only(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         for batch in batches(3):
@@ -28,12 +27,11 @@ def test_around_the_forward_only(recipe: Recipe, size: int) -> None:
             arm.note("loss", loss)
             arm.step(optimizer)
 
-    twins(script, recipe, block_size=size)
+    twins(script, recipe, sizes=(1, 3))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_around_forward_and_backward(recipe: Recipe, size: int) -> None:
+def test_around_forward_and_backward(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         for batch in batches(3):
@@ -43,7 +41,7 @@ def test_around_forward_and_backward(recipe: Recipe, size: int) -> None:
             arm.note("loss", loss)
             arm.step(optimizer)
 
-    twins(script, recipe, block_size=size)
+    twins(script, recipe, sizes=(1, 3))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -15,9 +15,8 @@ RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, FP32)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("size", [1, 2, "all"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_several_forwards_with_different_masks(recipe: Recipe, size: Any, count: int) -> None:
+def test_several_forwards_with_different_masks(recipe: Recipe, count: int) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         for seed in range(2):
@@ -26,7 +25,7 @@ def test_several_forwards_with_different_masks(recipe: Recipe, size: Any, count:
             arm.note("loss", losses)
             arm.step(optimizer)
 
-    twins(script, recipe, block_size=size)
+    twins(script, recipe, sizes=(1, 2, "all"))
 
 
 @pytest.mark.parametrize("order", ["same", "reverse"])
@@ -90,9 +89,8 @@ def _generation(arm: Arm, batch: dict[str, torch.Tensor]) -> None:
     "between",
     [_no_grad, _evaluation, _inference_mode, _evaluation_with_gradients, _generation],
 )
-@pytest.mark.parametrize("size", [1, 3])
 def test_forward_between_a_forward_and_its_backward(
-    between: Callable[[Arm, dict[str, torch.Tensor]], None], size: int
+    between: Callable[[Arm, dict[str, torch.Tensor]], None],
 ) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
@@ -103,7 +101,7 @@ def test_forward_between_a_forward_and_its_backward(
             arm.note("loss", loss)
             arm.step(optimizer)
 
-    twins(script, block_size=size)
+    twins(script, sizes=(1, 3))
 
 
 def test_eval_mode_set_and_left_before_the_backward() -> None:
@@ -150,8 +148,7 @@ def test_random_state_changed_between_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize("recipe", [NF4, BF16], ids=lambda r: r.precision)
-@pytest.mark.parametrize("size", [1, "all"])
-def test_retain_graph_and_backward_twice(recipe: Recipe, size: Any) -> None:
+def test_retain_graph_and_backward_twice(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         for batch in batches(2):
@@ -161,7 +158,7 @@ def test_retain_graph_and_backward_twice(recipe: Recipe, size: Any) -> None:
             loss.backward()
             arm.step(optimizer)
 
-    twins(script, recipe, block_size=size)
+    twins(script, recipe, sizes=(1, "all"))
 
 
 def test_retain_graph_with_a_forward_in_between() -> None:
@@ -217,9 +214,8 @@ def test_a_filled_cache_with_gradients_is_refused_by_name() -> None:
     twins(script)
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("where", [0, 3, 5])
-def test_exception_in_a_forward(where: int, size: int) -> None:
+def test_exception_in_a_forward(where: int) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         arm.train(batches(1), optimizer)
@@ -232,7 +228,7 @@ def test_exception_in_a_forward(where: int, size: int) -> None:
         torch.set_rng_state(state)
         arm.train(batches(2, seed=1), optimizer)
 
-    twins(script, block_size=size)
+    twins(script, sizes=(1, 2))
 
 
 def _raise(*_: object) -> None:
@@ -253,9 +249,8 @@ class _Bomb(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("where", [0, 3, 5])
-def test_exception_in_a_backward(where: int, size: int) -> None:
+def test_exception_in_a_backward(where: int) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         target = layers_of(arm.model)[where].mlp
@@ -271,7 +266,7 @@ def test_exception_in_a_backward(where: int, size: int) -> None:
         arm.note("drawn", torch.rand(2))
         arm.train(batches(2, seed=1), optimizer)
 
-    twins(script, block_size=size)
+    twins(script, sizes=(1, 2))
 
 
 @pytest.mark.parametrize("where", [0, 5])

@@ -13,8 +13,7 @@ RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, BF16)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_autograd_grad(recipe: Recipe, size: int) -> None:
+def test_autograd_grad(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         for batch in batches(2):
             loss = arm.model(**batch).loss
@@ -22,7 +21,7 @@ def test_autograd_grad(recipe: Recipe, size: int) -> None:
         assert all(p.grad is None for p in arm.trainable().values())
         arm.train(batches(1))
 
-    twins(script, recipe, block_size=size)
+    twins(script, recipe, sizes=(1, 2))
 
 
 @pytest.mark.parametrize("layer", [0, 3, 5])
@@ -45,8 +44,7 @@ def test_backward_into_some_parameters() -> None:
     twins(script)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_tensor_hooks_that_scale(size: int) -> None:
+def test_tensor_hooks_that_scale() -> None:
     def script(arm: Arm) -> None:
         calls: dict[str, int] = {}
         optimizer = arm.optimizer()
@@ -66,7 +64,7 @@ def test_tensor_hooks_that_scale(size: int) -> None:
             arm.step(optimizer)
         assert set(calls.values()) == {3}
 
-    twins(script, block_size=size)
+    twins(script, sizes=(1, 2))
 
 
 def test_post_accumulate_hooks_that_step() -> None:
@@ -111,8 +109,7 @@ def test_pre_hooks_and_gradient_of_the_logits() -> None:
     twins(script)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_module_hooks_see_and_change_what_passes(size: int) -> None:
+def test_module_hooks_see_and_change_what_passes() -> None:
     """Hooks inside a block run again in the recompute; what they return counts both times."""
 
     def script(arm: Arm) -> None:
@@ -131,7 +128,7 @@ def test_module_hooks_see_and_change_what_passes(size: int) -> None:
         )
         arm.train(batches(3), optimizer)
 
-    twins(script, block_size=size)
+    twins(script, sizes=(1, 3))
 
 
 def test_hooks_on_whole_layers() -> None:
@@ -177,8 +174,7 @@ def _toggle(arm: Arm, step: int) -> None:
             param.requires_grad_((layer + step) % 3 != 0)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_requires_grad_toggled_between_steps(size: int) -> None:
+def test_requires_grad_toggled_between_steps() -> None:
     def script(arm: Arm) -> None:
         every = {n: p for n, p in arm.model.named_parameters() if "lora_" in n}
         optimizer = torch.optim.AdamW(every.values(), lr=0.01)
@@ -191,7 +187,7 @@ def test_requires_grad_toggled_between_steps(size: int) -> None:
             optimizer.zero_grad()
             arm.note("weight", every)
 
-    twins(script, block_size=size)
+    twins(script, sizes=(1, 2))
 
 
 def test_only_a_or_only_b_trains() -> None:
@@ -220,8 +216,7 @@ def test_requires_grad_toggled_between_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("size", [1, 2, "all"])
-def test_inputs_embeds_that_require_gradients(recipe: Recipe, size: Any) -> None:
+def test_inputs_embeds_that_require_gradients(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         table = arm.model.get_input_embeddings()
@@ -232,7 +227,7 @@ def test_inputs_embeds_that_require_gradients(recipe: Recipe, size: Any) -> None
             arm.note("embeds.grad", embeds.grad)
             arm.step(optimizer)
 
-    twins(script, recipe, block_size=size)
+    twins(script, recipe, sizes=(1, 2, "all"))
 
 
 def test_enable_input_require_grads() -> None:

@@ -7,16 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from semantics.arms import BF16, FP32, LAYERS, NF4, Arm, Recipe, batches, compare, play, twins
+from semantics.arms import (
+    ALL_LINEAR,
+    BF16,
+    FP32,
+    LAYERS,
+    NF4,
+    Arm,
+    Recipe,
+    batches,
+    compare,
+    play,
+    twins,
+)
 
 RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, BF16, FP32)]
-SIZES: list[Any] = [1, 2, 3, "all"]
+SIZES: tuple[Any, ...] = (1, 2, 3, "all")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_dropout_padding_and_changing_lengths(recipe: Recipe, size: Any) -> None:
-    twins(lambda arm: arm.train(batches(4)), recipe, block_size=size)
+def test_dropout_padding_and_changing_lengths(recipe: Recipe) -> None:
+    recipe = recipe.with_lora(target_modules=list(ALL_LINEAR))
+    twins(lambda arm: arm.train(batches(4)), recipe, sizes=SIZES)
 
 
 def test_left_padding() -> None:
@@ -49,8 +61,7 @@ def test_accumulation_and_clipping(recipe: Recipe, accumulate: int) -> None:
     twins(script, recipe)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_output_hidden_states(size: Any) -> None:
+def test_output_hidden_states() -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         for batch in batches(2):
@@ -60,7 +71,7 @@ def test_output_hidden_states(size: Any) -> None:
             output.loss.backward()
             arm.step(optimizer)
 
-    twins(script, block_size=size)
+    twins(script, sizes=SIZES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
