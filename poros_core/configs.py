@@ -26,10 +26,24 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 
 from poros_core.errors import CheckpointError
 
-__all__ = ["read_config"]
+__all__ = ["auto_class", "read_config"]
 
 _CONFIG = "config.json"
 _TIMEOUT_S = 5.0
+_TOWERS = ("vision_config", "audio_config")
+
+
+def auto_class(config: Mapping[str, Any]) -> str:
+    """Return the name of the Transformers auto class that builds a config's model.
+
+    A config that describes a tower besides the text decoder is a multimodal model, and is built
+    with its towers; any other is a causal language model.
+
+    Args:
+        config: the config as a mapping.
+    """
+    multimodal = any(config.get(tower) is not None for tower in _TOWERS)
+    return "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM"
 
 
 def read_config(model: str, *, revision: str | None = None) -> Mapping[str, Any]:

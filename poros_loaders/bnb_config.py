@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import bitsandbytes as bnb
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+import transformers
+from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
+from poros_core.configs import auto_class
 from poros_core.errors import CheckpointError, SettingsError
 from poros_loaders.checkpoint import few
 
@@ -119,8 +121,9 @@ def check_shapes(request: LoadRequest, config: Any) -> None:
     model_config = AutoConfig.from_pretrained(
         request.path, trust_remote_code=request.trust_remote_code
     )
+    model_class = getattr(transformers, auto_class(model_config.to_dict()))
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(
+        skeleton = model_class.from_config(
             model_config, trust_remote_code=request.trust_remote_code
         )
     quantizer = Bnb4BitHfQuantizer(config, pre_quantized=False)

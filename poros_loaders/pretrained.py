@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from poros_core.configs import auto_class
 from poros_core.errors import CheckpointError, SettingsError
-from poros_loaders.checkpoint import few
+from poros_loaders.checkpoint import few, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +64,8 @@ def load_plain(
     request: LoadRequest, *, dtype: torch.dtype | str, quantization_config: Any = None
 ) -> nn.Module:
     """Load as a user writes it: ``from_pretrained`` onto the device, and nothing else."""
-    from transformers import AutoModelForCausalLM
-
     extra = {} if quantization_config is None else {"quantization_config": quantization_config}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = _model_class(request).from_pretrained(
         request.path,
         dtype=dtype,
         device_map={"": placement(request.device)},
@@ -95,10 +94,8 @@ def load_checked(
     Raises:
         CheckpointError: keys are missing, unexpected, or of another shape.
     """
-    from transformers import AutoModelForCausalLM
-
     extra = {} if quantization_config is None else {"quantization_config": quantization_config}
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = _model_class(request).from_pretrained(
         request.path,
         dtype=dtype,
         device_map={"": device},
@@ -112,6 +109,12 @@ def load_checked(
     _check_keys(request, info)
     loaded: nn.Module = model
     return loaded
+
+
+def _model_class(request: LoadRequest) -> Any:
+    import transformers
+
+    return getattr(transformers, auto_class(read_config(request.path)))
 
 
 def mark_device(model: nn.Module, device: torch.device) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 
+from poros_core.configs import auto_class
 from poros_loaders.checkpoint import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -54,8 +56,9 @@ def write_random_checkpoint(
         max_shard_bytes: largest size of one shard.
     """
     model_config = AutoConfig.for_model(**config)
+    model_class = getattr(transformers, auto_class(config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        model = model_class.from_config(model_config, dtype=dtype)
     shapes = _shapes(model)
     path.mkdir(parents=True, exist_ok=True)
     shards = list(_shards(shapes, dtype.itemsize, max_shard_bytes))

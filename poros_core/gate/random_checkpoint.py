@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 
+from poros_core.configs import auto_class
 from poros_core.errors import GateError
 from poros_core.gate.tensor_file import write_tensors
 
@@ -54,8 +56,9 @@ def write_random_checkpoint(
         GateError: the disk has no room for it.
     """
     model_config = AutoConfig.for_model(**config)
+    model_class = getattr(transformers, auto_class(config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        model = model_class.from_config(model_config, dtype=dtype)
     shapes = _shapes(model)
     total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
     path.mkdir(parents=True, exist_ok=True)
