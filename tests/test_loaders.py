@@ -18,10 +18,10 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_core.errors import PrepareError, SettingsError
+from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_loaders import poros_loaders
 from poros_loaders.nf4 import NF4
 from poros_loaders.plain import PLAIN
-from poros_loaders.random_checkpoint import write_random_checkpoint
 
 CONFIGS = [
     pytest.param({"double": double, "storage": storage, "compute": compute}, id=name)

@@ -129,12 +129,20 @@ class Workshop:
     path: Path
     device: torch.device
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What a 4-bit base computes in: the loader's default, but float32 on a CPU, where
+        bfloat16 is many times slower."""
+        quantised = self.options.precision != "bf16"
+        return torch.float32 if quantised and self.device.type == "cpu" else None
+
     def resident(self, name: str) -> Arm:
         """Build an arm that Poros does not touch: plain Transformers and PEFT."""
         request = LoadRequest(
             path=self.path,
             family=self.subject.family,
             device=self.device,
+            dtype=self.dtype,
             from_pretrained=self._overrides(),
         )
         strategy = choose_strategy(self.options.precision, self.options.load_strategy, request)
@@ -155,6 +163,7 @@ class Workshop:
                 precision=options.precision,
                 load_strategy=options.load_strategy,
                 device=self.device,
+                dtype=self.dtype,
                 **self._overrides(),
             )
             model = self._with_adapters(base)

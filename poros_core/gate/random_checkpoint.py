@@ -6,6 +6,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _STD = 0.02
 _NORM_STD = 0.1
+_WRITERS = 4
 
 
 def write_random_checkpoint(
@@ -41,14 +43,14 @@ def write_random_checkpoint(
 
     Every tensor has a generator of its own, seeded by ``seed`` and the tensor's name, so its values
     depend on nothing else but dtype and the kind of device. Matrices and biases are normal with
-    deviation 0.02, norm weights are 1 with deviation 0.1; a tied weight is written once. One tensor
-    at a time is in memory.
+    deviation 0.02, norm weights are 1 with deviation 0.1; a tied weight is written once. Tensors go
+    to disk one by one, so that memory holds a few of them and never a whole shard.
 
     Args:
         config: a Transformers config as a mapping, ``model_type`` in it.
         path: the folder; made if it is not there.
         seed: of all values.
-        dtype: of all tensors, and the config's.
+        dtype: of all tensors, and the config's: bfloat16, float16 or float32.
         device: where values are drawn; a GPU is much faster.
         max_shard_bytes: largest size of one shard.
 
@@ -64,16 +66,21 @@ def write_random_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     _check_room(path, total)
     shards = list(_shards(shapes, dtype.itemsize, max_shard_bytes))
-    weight_map: dict[str, str] = {}
+    files = [
+        _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
 
     def draw(name: str) -> torch.Tensor:
         return _draw(name, shapes[name], seed=seed, dtype=dtype, device=device)
 
-    for number, names in enumerate(shards, start=1):
-        file = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+    def write(file: str, names: list[str]) -> None:
         write_tensors(path / file, {name: shapes[name] for name in names}, dtype=dtype, make=draw)
-        weight_map.update(dict.fromkeys(names, file))
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(write, files, shards))
     if len(shards) > 1:
+        weight_map = {t: file for file, shard in zip(files, shards, strict=True) for t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     model_config.architectures = [type(model).__name__]

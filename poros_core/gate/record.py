@@ -125,7 +125,7 @@ def make_record(
         "block_size": options.settings.block_size,
         "seed": options.seed,
         "data": None if options.data is None else options.data.name,
-        "settings": _settings(options),
+        "settings": _settings(options, arms["streamed"]),
         "surfaces": {name: _surface(streamed, name) for name in SURFACES},
         "control_exact": control.exact,
         "control": {
@@ -155,10 +155,13 @@ def make_record(
     )
 
 
-def _settings(options: GateOptions) -> dict[str, Any]:
+def _settings(options: GateOptions, arm: Arm) -> dict[str, Any]:
+    base: Any = arm.prepared.plan.model if arm.prepared is not None else arm.model
     return {
         **attrs.asdict(options.settings),
         "optimizer_state": options.optimizer_state,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "attention": base.config._attn_implementation,
         "optimizer": "AdamW",
         "learning_rate": LEARNING_RATE,
         "clip": CLIP,

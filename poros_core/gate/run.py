@@ -21,12 +21,11 @@ from poros_core.gate.options import GateOptions, Subject, subject_of
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.record import Evidence, GateResult, make_record
 from poros_core.load import local_folder
-from poros_core.log import get_logger
 from poros_core.plan import group_layers
 
 __all__ = ["Observer", "run_gate"]
 
-_log = get_logger("gate")
+_TINY = 256
 
 
 class Observer(Protocol):
@@ -79,9 +78,14 @@ def run_gate(
     """
     watch = observer or _Silent()
     subject = subject_of(options)
-    with deterministic(), _named_failures(), tempfile.TemporaryDirectory(prefix="poros-gate-") as t:
+    with (
+        deterministic(),
+        _few_threads(subject),
+        _named_failures(),
+        tempfile.TemporaryDirectory(prefix="poros-gate-") as folder,
+    ):
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        path = _checkpoint(options, subject, Path(t), device=device, watch=watch)
+        path = _checkpoint(options, subject, Path(folder), device=device, watch=watch)
         batches = make_batches(subject, data=options.data, seed=options.seed, device=device)
         first = next(batches)
         workshop = Workshop(options=options, subject=subject, path=path, device=device)
@@ -115,6 +119,18 @@ def _chained(
 ) -> Iterator[dict[str, torch.Tensor]]:
     yield first
     yield from rest
+
+
+@contextmanager
+def _few_threads(subject: Subject) -> Iterator[None]:
+    """Run tiny models on one thread: handing them out costs more than it saves."""
+    found = torch.get_num_threads()
+    if int(subject.text_config["hidden_size"]) <= _TINY:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(found)
 
 
 @contextmanager
