@@ -358,3 +358,16 @@ def frozen_places(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if state.state2 is not None:
                 yield f"{name}.state2.absmax", state.state2.absmax
                 yield f"{name}.state2.code", state.state2.code
+
+
+def tiny_tokenizer() -> Any:
+    """Make a word-level tokenizer whose words are the numbers of the tiny vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCAB))]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w3"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
