@@ -34,7 +34,7 @@ class Arm:
         self.meter = meter
         self.device = next(iter(_trainable(model).values())).device
         self.params = _trainable(model)
-        self.start = {key: param.detach().clone() for key, param in self.params.items()}
+        self.start = {key: param.detach().cpu().clone() for key, param in self.params.items()}
         self.had_gradient: set[str] = set()
         self.optimizer = torch.optim.AdamW(self.params.values(), lr=LEARNING_RATE)
         torch.manual_seed(seed)
@@ -88,7 +88,7 @@ class Arm:
         return [
             name
             for name, param in self.params.items()
-            if name not in self.had_gradient or torch.equal(param.detach(), self.start[name])
+            if name not in self.had_gradient or torch.equal(param.detach().cpu(), self.start[name])
         ]
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:

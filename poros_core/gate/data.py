@@ -79,9 +79,15 @@ def read_records(path: Path, subject: Subject) -> list[Record]:
         )
     offsets = tensors["offsets"].tolist()
     prompts = tensors["prompt_len"].tolist()
+    if len(offsets) != len(prompts) + 1 or offsets[-1] != len(ids):
+        raise GateError(
+            f"'{path}' contradicts itself: {len(prompts)} prompts, {len(offsets)} offsets that end "
+            f"at {offsets[-1] if offsets else None}, {len(ids)} tokens. Write it again: offsets "
+            "has one entry more than there are records and ends at the number of tokens."
+        )
     records = [
         Record(ids[start:end][: subject.seq_len], prompt)
-        for start, end, prompt in zip(offsets, offsets[1:], prompts, strict=True)
+        for start, end, prompt in zip(offsets[:-1], offsets[1:], prompts, strict=True)
         if max(prompt, 1) < min(end - start, subject.seq_len)
     ]
     if not records:
