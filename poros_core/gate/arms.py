@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,12 @@ class Workshop:
             return {"attention_dropout": self.options.dropout}
         return {}
 
+    def _outside_the_decoder(self, model: nn.Module) -> str:
+        """Return a pattern for what no text-only batch trains: towers and projectors."""
+        decoder = self.subject.family.decoder(model)
+        path = next(name for name, module in model.named_modules() if module is decoder)
+        return rf"(?!{re.escape(path)}\.).*"
+
     def _with_adapters(self, model: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
@@ -203,6 +210,7 @@ class Workshop:
             lora_alpha=2 * self.subject.rank,
             lora_dropout=self.options.dropout,
             target_modules="all-linear",
+            exclude_modules=self._outside_the_decoder(model),
         )
         wrapped: nn.Module = get_peft_model(model, config)
         return wrapped
