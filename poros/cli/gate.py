@@ -28,9 +28,16 @@ if TYPE_CHECKING:
     from poros_core.gate.arms import Arm
     from poros_core.gate.record import GateResult
 
-__all__ = ["GateDisplay", "print_result", "quiet_libraries", "register"]
+__all__ = [
+    "SURFACE_TITLES",
+    "GateDisplay",
+    "print_result",
+    "quiet_libraries",
+    "register",
+    "size_text",
+]
 
-_SURFACE_TITLES = {
+SURFACE_TITLES = {
     "loss": "loss",
     "adapter_weights": "adapter weights",
     "grad_norms": "gradient norms",
@@ -241,7 +248,7 @@ def _surfaces(record: Mapping[str, Any]) -> Table:
     table.add_column("streamed against resident")
     table.add_column("largest difference", justify="right")
     table.add_column("exact")
-    for name, title in _SURFACE_TITLES.items():
+    for name, title in SURFACE_TITLES.items():
         surface = record["surfaces"][name]
         compared = record["steps_compared"] > 0 or surface["first_divergence"] is not None
         exact = surface["exact"]
@@ -261,15 +268,16 @@ def _arms(record: Mapping[str, Any]) -> Table:
         streamed = arm.get("bytes_streamed_per_step")
         table.add_row(
             name,
-            _size(arm["peak_allocated_bytes"]),
-            _size(arm["peak_reserved_bytes"]),
+            size_text(arm["peak_allocated_bytes"]),
+            size_text(arm["peak_reserved_bytes"]),
             "-" if arm["step_seconds"] is None else f"{arm['step_seconds']:.3f} s",
-            "nothing" if streamed is None else _size(streamed),
+            "nothing" if streamed is None else size_text(streamed),
         )
     return table
 
 
-def _size(nbytes: int | None) -> str:
+def size_text(nbytes: int | None) -> str:
+    """Return a size as people read it, or a dash for None."""
     if nbytes is None:
         return "-"
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
