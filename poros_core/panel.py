@@ -40,10 +40,22 @@ def panel_lines(
         ("architecture", str(family_status(family.name))),
         ("adapter", f"{adapter_name(model)} (experimental)"),
         ("precision", precision),
+        *_towers(plan),
         ("stack", "not checked (run poros gate)"),
         ("block_size", str(settings.block_size)),
         ("guarantee", guarantee),
     ]
+
+
+def _towers(plan: BlockPlan) -> list[tuple[str, str]]:
+    """Return what stays on the device outside the decoder, if there is any, and its size."""
+    decoder = f"{plan.decoder_name}."
+    parts = [
+        f"{part.rpartition('.')[2]} {nbytes / 1e6:.1f} MB"
+        for part, nbytes in plan.on_device_bytes().items()
+        if not part.startswith(decoder)
+    ]
+    return [("on device", ", ".join(parts))] if parts else []
 
 
 def adapter_name(model: nn.Module) -> str:

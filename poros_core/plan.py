@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,15 +24,24 @@ class Unit:
         name: ``"layer 12"`` or ``"head"``.
         module: the decoder layer or the head.
         refs: every frozen tensor of it that streams, in a fixed order.
-        params: the frozen parameters that those tensors make up.
-        owners: the modules that own them.
+        places: the frozen parameters that those tensors make up: the module that owns each, its
+            name there, and the parameter.
     """
 
     name: str
     module: nn.Module
     refs: tuple[TensorRef, ...]
-    params: tuple[nn.Parameter, ...]
-    owners: tuple[nn.Module, ...]
+    places: tuple[tuple[nn.Module, str, nn.Parameter], ...]
+
+    def keep_parameters(self) -> None:
+        """Put back any parameter object that somebody replaced by another over the same bytes.
+
+        PEFT's dequantisation does so on a CPU (``module.weight = module.weight.to(device)``); a
+        unit binds the objects that it was planned with, so those must be the ones in the model.
+        """
+        for owner, name, param in self.places:
+            if owner._parameters.get(name) is not param:
+                owner._parameters[name] = param
 
 
 @frozen(kw_only=True)
@@ -45,12 +54,14 @@ class BlockPlan:
         layers: one unit per decoder layer, in the order of their calls. A layer without frozen
             tensors is a unit with no refs.
         head: the output embedding's unit, or None if it trains or there is none.
-        embedding: the input embedding's table, read from host memory in place; None if it trains.
-            A table tied to the head is the head's.
+        embeddings: the decoder's tables, read from host memory in place: the input embedding's,
+            and what some families look up for each layer. A table that trains is not among them,
+            and one tied to the head is the head's.
         on_device: every other frozen parameter: final norm, towers, what is shared between layers.
         device: the compute device.
         codec: the codec of the quantised weights, or of the plain ones if none is quantised.
         shared: the family's ``shared``.
+        breaks: numbers of the layers that must begin a block.
         codecs: every codec that lays a weight of this model out.
     """
 
@@ -58,22 +69,68 @@ class BlockPlan:
     decoder: nn.Module
     layers: tuple[Unit, ...]
     head: Unit | None
-    embedding: Unit | None
+    embeddings: tuple[Unit, ...]
     on_device: tuple[nn.Parameter, ...]
     device: torch.device
     codec: WeightCodec
     codecs: tuple[WeightCodec, ...]
     shared: tuple[str, ...]
+    breaks: frozenset[int]
+
+    def blocks(self, block_size: int | Literal["all"]) -> list[range]:
+        """Return the blocks as ranges of layer numbers."""
+        return group_layers(len(self.layers), block_size, breaks=self.breaks)
 
     def units(self) -> list[Unit]:
         """Return every unit that stands in host memory."""
-        return [*self.layers, *(u for u in (self.head, self.embedding) if u is not None)]
+        return [*self.layers, *([] if self.head is None else [self.head]), *self.embeddings]
+
+    @property
+    def decoder_name(self) -> str:
+        """The decoder's name in the model."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return names[id(self.decoder)]
+
+    def on_device_bytes(self) -> dict[str, int]:
+        """Return the bytes of what stays on the device, by the module that it belongs to.
+
+        A tower or projector is one entry; what belongs to the decoder, such as the final norm, is
+        listed by the decoder's own parts.
+        """
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        decoder = self.decoder_name
+        found: dict[str, int] = {}
+        for param in self.on_device:
+            if id(param) not in names:
+                continue
+            part = _part(names[id(param)], decoder=decoder)
+            found[part] = found.get(part, 0) + self._nbytes(param)
+        return found
+
+    def _nbytes(self, param: nn.Parameter) -> int:
+        for codec in self.codecs:
+            if codec.claims(param):
+                return sum(ref.get().nbytes for ref in codec.refs(self.model, "weight", param))
+        return param.nbytes
 
 
-def group_layers(count: int, block_size: int | Literal["all"]) -> list[range]:
-    """Split ``count`` layers into consecutive blocks of ``block_size``; the last may be shorter."""
-    size = count if block_size == "all" else min(block_size, count)
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+def group_layers(
+    count: int, block_size: int | Literal["all"], *, breaks: Collection[int] = ()
+) -> list[range]:
+    """Split ``count`` layers into consecutive blocks.
+
+    Args:
+        count: how many layers there are.
+        block_size: layers in a block, or ``"all"``; the last of a run may be shorter.
+        breaks: layers that must begin a block, whatever its size.
+    """
+    size = count if block_size == "all" else block_size
+    blocks: list[range] = []
+    start = 0
+    for end in [*sorted(b for b in breaks if 0 < b < count), count]:
+        blocks += [range(first, min(first + size, end)) for first in range(start, end, size)]
+        start = end
+    return blocks
 
 
 def base_model_of(model: nn.Module) -> nn.Module:
@@ -158,8 +215,7 @@ def build_plan(
 
     def unit(name: str, module: nn.Module) -> Unit:
         refs: list[TensorRef] = []
-        params: list[nn.Parameter] = []
-        owners: list[nn.Module] = []
+        places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for path, owner, attribute, param in _parameters(module):
             shared = uses.get(id(param), 1) > 1
             if param.requires_grad or id(param) in adapters or id(param) in placed or shared:
@@ -175,28 +231,24 @@ def build_plan(
                 continue
             placed.add(id(param))
             refs.extend(codec.refs(owner, attribute, param))
-            params.append(param)
-            owners.append(owner)
+            places.append((owner, attribute, param))
         return Unit(
             name=name,
             module=module,
             refs=tuple(refs),
-            params=tuple(params),
-            owners=tuple(owners),
+            places=tuple(places),
         )
 
     layer_units = tuple(unit(f"layer {index}", layer) for index, layer in enumerate(layers))
-    head_module, embedding_module = base.get_output_embeddings(), base.get_input_embeddings()  # type: ignore[operator]
+    head_module: object = base.get_output_embeddings()  # type: ignore[operator]
     head = unit("head", head_module) if isinstance(head_module, nn.Module) else None
-    embedding = (
-        unit("embedding", embedding_module) if _is_plain_embedding(embedding_module) else None
-    )
+    embeddings = [unit(name, table) for name, table in _tables(base, decoder, layers)]
     return BlockPlan(
         model=base,
         decoder=decoder,
         layers=layer_units,
         head=head if head is not None and head.refs else None,
-        embedding=embedding if embedding is not None and embedding.refs else None,
+        embeddings=tuple(table for table in embeddings if table.refs),
         on_device=tuple(
             param
             for param in model.parameters()
@@ -206,6 +258,7 @@ def build_plan(
         codec=_main_codec(claims.used),
         codecs=tuple(claims.used.values()),
         shared=family.shared,
+        breaks=frozenset(family.breaks(decoder)),
     )
 
 
@@ -219,9 +272,31 @@ def _main_codec(used: Mapping[str, WeightCodec]) -> WeightCodec:
     return quantised[0] if quantised else used["bf16"]
 
 
-def _is_plain_embedding(module: object) -> bool:
-    """A table that an adapter wraps, or that trains, is read in ways that need the device."""
-    return isinstance(module, nn.Embedding) and not module.weight.requires_grad
+def _tables(
+    base: nn.Module, decoder: nn.Module, layers: Sequence[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the input embedding, then the decoder's other tables.
+
+    A table that an adapter wraps, or that trains, is read in ways that need the device.
+    """
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    main: nn.Module = base.get_input_embeddings()  # type: ignore[operator]
+    for name, module in [("embedding", main), *decoder.named_modules()]:
+        plain = isinstance(module, nn.Embedding) and not module.weight.requires_grad
+        again = name != "embedding" and module is main
+        if plain and not again and id(module) not in inside:
+            yield name, module
+
+
+def _part(name: str, *, decoder: str) -> str:
+    """Return which module a parameter is counted with; see ``BlockPlan.on_device_bytes``."""
+    prefix = f"{decoder}." if decoder else ""
+    inside = bool(prefix) and name.startswith(prefix)
+    steps = name[len(prefix) :].split(".") if inside else name.split(".")
+    if inside:
+        return prefix + steps[0]
+    depth = 2 if steps[0] == "model" else 1
+    return ".".join(steps[:depth])
 
 
 def _uses_by_layer(layers: Sequence[nn.Module]) -> dict[int, int]:

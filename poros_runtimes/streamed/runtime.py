@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from poros_core.errors import PrepareError, StateError
 from poros_core.host_store import HostStore
 from poros_core.log import get_logger
-from poros_core.plan import BlockPlan, group_layers
+from poros_core.plan import BlockPlan
 from poros_core.schedule import Regions, upcoming_backward, upcoming_forward
 from poros_core.settings import Settings
 from poros_runtimes.streamed.attach import (
@@ -24,7 +24,7 @@ from poros_runtimes.streamed.attach import (
     guard_apply,
     guard_root,
 )
-from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall
+from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, isolated
 from poros_runtimes.streamed.boundary import run_block
 from poros_runtimes.streamed.lane import make_lane
 from poros_runtimes.streamed.window import Window
@@ -75,7 +75,7 @@ class StreamedHandle:
         self._eager_blocks = 0
         self._attachments = Attachments()
         self._put_back: list[Callable[[], None]] = []
-        self._streamed = [param for unit in plan.units() for param in unit.params]
+        self._streamed = [param for unit in plan.units() for _, _, param in unit.places]
         self.window = self._make_window(settings)
         self._move_the_rest(model)
         self._blocks = self._make_blocks(settings)
@@ -88,9 +88,9 @@ class StreamedHandle:
         plan = self.plan
         images = [self._store.adopt(unit.refs) for unit in plan.layers]
         head = self._store.adopt(plan.head.refs) if plan.head is not None else None
-        if plan.embedding is not None:
-            self._store.adopt(plan.embedding.refs)
-        size = len(group_layers(len(images), settings.block_size)[0])
+        for table in plan.embeddings:
+            self._store.adopt(table.refs)
+        size = max(len(group) for group in plan.blocks(settings.block_size))
         regions = Regions.lay_out(
             [0 if image is None else image.nbytes for image in images],
             slots=max(2, 2 * size),
@@ -125,7 +125,7 @@ class StreamedHandle:
     def _make_blocks(self, settings: Settings) -> dict[int, Block]:
         streamed = frozenset(id(param) for param in self._streamed)
         blocks: dict[int, Block] = {}
-        for group in group_layers(len(self._layers), settings.block_size):
+        for group in self.plan.blocks(settings.block_size):
             modules = [self._layers[index] for index in group]
             block = Block(
                 group,
@@ -145,7 +145,7 @@ class StreamedHandle:
         attachments.set(
             plan.decoder, "forward", partial(self._decoder_forward, plan.decoder.forward)
         )
-        owners = {id(o): o for unit in plan.units() for o in unit.owners}
+        owners = {id(owner): owner for unit in plan.units() for owner, _, _ in unit.places}
         for owner in owners.values():
             guard = guard_apply(owner, streamed=streamed, device=plan.device)
             attachments.set(owner, "_apply", guard)
@@ -210,10 +210,7 @@ class StreamedHandle:
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        if torch.is_grad_enabled() and self._layers[index].training:
-            args = tuple(None if isinstance(a, Cache) else a for a in args)
-            kwargs = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
-        this = LayerCall(index, args, kwargs)
+        this = isolated(LayerCall(index, args, kwargs), training=self._layers[index].training)
         call = self._call
         if call is None:
             return self._run(self._singles[index], hidden, [this], None)
@@ -264,6 +261,7 @@ class StreamedHandle:
 
     def release(self, layer: int, *, backward: bool) -> None:
         """Park it, and copy what will be needed next."""
+        self.plan.layers[layer].keep_parameters()
         self.window.release(layer)
         count = len(self._layers)
         if backward and layer <= self._lowest:
@@ -301,6 +299,8 @@ class StreamedHandle:
         if self.plan.device.type == "cuda":
             torch.cuda.synchronize(self.plan.device)
         self._attachments.undo()
+        for unit in self.plan.units():
+            unit.keep_parameters()
         for put_back in self._put_back:
             put_back()
         self._store.restore(device)
@@ -343,16 +343,13 @@ def _uncheckpointed(
 
 def _swapped(output: Any, swaps: Mapping[int, torch.Tensor]) -> Any:
     """Put tensors behind their boundary into a decoder's output, in place of what it collected."""
-
-    def swap(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(swap(item) for item in value)
-        return swaps.get(id(value), value)
-
     if isinstance(output, tuple):
-        return swap(output)
+        return tuple(_swapped(item, swaps) for item in output)
+    if not isinstance(output, MutableMapping):
+        return swaps.get(id(output), output)
     for name, value in list(output.items()):
-        output[name] = swap(value)
+        if isinstance(value, tuple | torch.Tensor):
+            output[name] = _swapped(value, swaps)
     return output
 
 
