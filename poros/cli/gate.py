@@ -226,7 +226,11 @@ class GateDisplay:
     def arms_ready(self, arms: Mapping[str, Arm]) -> None:
         """Say what is compared."""
         arm = arms["streamed"]
-        self.phase(f"comparing {len(arm.params)} adapter tensors on {arm.device} at every step")
+        self._progress.update(self._task, description="comparing")
+        self._out.print(
+            f"comparing {len(arm.params)} adapter tensors on {arm.device} at every step",
+            soft_wrap=True,
+        )
 
     def step(self, done: int, total: int, loss: float) -> None:
         """Move the bar; off a terminal, print every tenth part."""
