@@ -70,8 +70,8 @@ def set_rng_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
 class BlockModules:
     """The modules of one block, listed once, so that a call only reads flags.
 
-    Adapters that PEFT adds later are found: every call compares the number of entries in the
-    containers that adapters live in.
+    Adapters that PEFT adds, replaces or removes later are found: every call compares which children
+    each module has.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -80,25 +80,27 @@ class BlockModules:
 
     def _list(self) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
 
         self.modules = [module for root in self._roots for module in root.modules()]
         self.tuners: list[Any] = [m for m in self.modules if isinstance(m, BaseTunerLayer)]
-        self._containers = [
-            child
-            for module in self.modules
-            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-            for child in module.children()
-            if isinstance(child, nn.ModuleDict | nn.ParameterDict)
-        ]
-        self._sizes = [len(container) for container in self._containers]
+        self._children = [m._modules for m in self.modules if _can_grow(m)]
+        self._found = [tuple(children.values()) for children in self._children]
+        self._names = [m._parameters for m in self.modules if isinstance(m, nn.ParameterDict)]
+        self._sizes = [len(names) for names in self._names]
 
     def refresh(self) -> bool:
         """List the modules again if adapters came or went; say whether they did."""
-        if [len(container) for container in self._containers] == self._sizes:
+        if [len(names) for names in self._names] == self._sizes and all(
+            tuple(children.values()) == found
+            for children, found in zip(self._children, self._found, strict=True)
+        ):
             return False
         self._list()
         return True
+
+
+def _can_grow(module: nn.Module) -> bool:
+    return bool(module._modules) or isinstance(module, nn.ModuleDict)
 
 
 def capture(device: torch.device, modules: BlockModules) -> CallState:

@@ -7,7 +7,7 @@ functions, and importing the file that defines it needs neither torch nor transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen, validators
@@ -37,6 +37,10 @@ def decoder_layers(decoder: nn.Module) -> Sequence[nn.Module]:
     return layers
 
 
+def _no_breaks(decoder: nn.Module) -> Collection[int]:
+    return ()
+
+
 def _accept(config: Mapping[str, Any]) -> str | None:
     return None
 
@@ -60,6 +64,8 @@ class Family:
             takes the hidden state ``[batch, sequence, hidden]`` first and returns the next one.
         shared: keywords of a layer's forward whose value is a mutable mapping through which
             layers hand tensors to later layers (shared keys and values, for example).
+        breaks: called with the decoder; returns the numbers of the layers that must begin a block
+            because the decoder changes the hidden state before them.
     """
 
     name: str = field(validator=validators.matches_re(r"[a-z0-9][a-z0-9_.\-]*"))
@@ -70,3 +76,4 @@ class Family:
     decoder: Callable[[nn.Module], nn.Module] = field(default=decoder_of, repr=False)
     layers: Callable[[nn.Module], Sequence[nn.Module]] = field(default=decoder_layers, repr=False)
     shared: tuple[str, ...] = ()
+    breaks: Callable[[nn.Module], Collection[int]] = field(default=_no_breaks, repr=False)

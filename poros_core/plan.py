@@ -88,7 +88,7 @@ class BlockPlan:
     @property
     def decoder_name(self) -> str:
         """The decoder's name in the model."""
-        names = {id(module): name for name, module in self.model.named_modules()}
+        names: dict[int, str] = {id(m): name for name, m in self.model.named_modules()}
         return names[id(self.decoder)]
 
     def on_device_bytes(self) -> dict[str, int]:

@@ -22,6 +22,8 @@ __all__ = ["Prepared", "prepare", "prepared_of", "unprepare"]
 
 _log = get_logger("prepare")
 _STATE = "_poros_prepared"
+_INSIDE = "_poros_inside"
+"""Attribute of a prepared model's decoder, which every wrapping of it contains."""
 STORE = "_poros_store"
 """Attribute of a Transformers model that ``poros.load`` gave: its host store."""
 
@@ -106,6 +108,7 @@ def prepare(
         torch.cuda.empty_cache()
     prepared = Prepared(family, plan, settings, store, handle)
     model.__dict__[_STATE] = prepared
+    plan.decoder.__dict__[_INSIDE] = True
     _log.info("prepared", family=family.name, layers=len(plan.layers), host_bytes=store.nbytes)
     if verbose:
         print_panel(model, family=family, plan=plan, settings=settings)
@@ -132,6 +135,7 @@ def unprepare(model: M, *, device: torch.device | str | int | None = None) -> M:
         )
     prepared.handle.detach(None if device is None else torch.device(device))
     del model.__dict__[_STATE]
+    del prepared.plan.decoder.__dict__[_INSIDE]
     return model
 
 
@@ -148,7 +152,7 @@ def _check(model: object) -> None:
             "peft.get_peft_model() returned."
         )
     for module in model.modules():
-        if _STATE in module.__dict__:
+        if _STATE in module.__dict__ or _INSIDE in module.__dict__:
             raise PrepareError(
                 "This model is prepared already. Call poros.unprepare(model) first to change how."
             )

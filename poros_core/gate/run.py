@@ -21,7 +21,6 @@ from poros_core.gate.options import GateOptions, Subject, subject_of
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.record import Evidence, GateResult, make_record
 from poros_core.load import local_folder
-from poros_core.plan import group_layers
 
 __all__ = ["Observer", "run_gate"]
 
@@ -237,6 +236,6 @@ def least_bytes(arm: Arm) -> int:
     prepared = arm.prepared
     assert prepared is not None
     sizes = [sum(ref.get().nbytes for ref in unit.refs) for unit in prepared.plan.layers]
-    block = len(group_layers(len(sizes), prepared.settings.block_size)[0])
+    block = max(len(group) for group in prepared.plan.blocks(prepared.settings.block_size))
     spared = min(2 * block, len(sizes)) + 2
     return 2 * sum(sizes) - spared * max(sizes)

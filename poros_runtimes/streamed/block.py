@@ -6,6 +6,13 @@ regions and fused 4-bit products all ask. So the first forward of a block that w
 runs in grad mode, on inputs that want gradients where the caller's do, and its graph is dropped.
 A ``no_grad`` first forward can differ from a resident run in the last bit.
 
+[Note: Caches]
+A training forward is given an empty key/value cache by default, and what a layer computes with it
+differs in memory layout, and so at times in kernel and bits, from what it computes without one. So
+a cache is not taken away: each run of a layer gets a copy that is empty for that layer. A cache
+that is filled already is refused when gradients are wanted. In training the caller's own cache
+stays empty, as under Transformers' checkpointing; in evaluation it is filled as usual.
+
 [Note: What crosses a block]
 Besides the hidden state, layers can hand tensors to later layers through a mutable mapping that
 the decoder passes to each of them (a family names it in ``shared``). A block gets a mapping of its
@@ -16,6 +23,7 @@ resident run adds them, from the last reader to the first.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +35,19 @@ from transformers.cache_utils import Cache
 
 from poros_core.call_state import BlockModules, CallState
 
-__all__ = ["BackwardToken", "Block", "BlockCall", "LayerCall", "UnitAccess", "make_call"]
+__all__ = [
+    "BackwardToken",
+    "Block",
+    "BlockCall",
+    "LayerCall",
+    "TrainedPlace",
+    "UnitAccess",
+    "isolated",
+    "make_call",
+]
+
+TrainedPlace = tuple[nn.Module, str, nn.Parameter]
+"""The module that owns a parameter, its name there, and the parameter."""
 
 
 class BackwardToken:
@@ -117,33 +137,43 @@ class Block:
         if self.modules.refresh():
             self._list()
 
-    def trainable(self) -> list[nn.Parameter]:
-        """Return the parameters that want gradients now, each once."""
-        found: dict[int, nn.Parameter] = {}
-        for module, name in self.slots:
-            param = module._parameters.get(name)
-            if param is not None and param.requires_grad:
-                found[id(param)] = param
-        return list(found.values())
+    def trainable(self) -> list[TrainedPlace]:
+        """Return the places of parameters that want gradients now, last first.
+
+        A parameter that several modules share is there once for each: autograd adds what a
+        boundary hands out in this order, which is the order of a resident backward.
+        """
+        return [
+            (module, name, param)
+            for module, name in reversed(self.slots)
+            if (param := module._parameters.get(name)) is not None and param.requires_grad
+        ]
 
 
 @define(eq=False)
 class BlockCall:
     """One call of a block, with all that its recompute needs. Belongs to the call that made it.
 
-    Attributes:
-        block: the block.
-        layers: numbers of the layers that ran, in order.
-        leaves: the flattened arguments of all its layer calls, in which the tensors that carry
-            gradients are left out and handed to autograd instead.
-        spec: how to put them back together.
-        carried: for each of those tensors, its positions in ``leaves``.
-        params: the parameters that wanted gradients.
-        shared: the mappings that the layers share, by keyword; see [Note: What crosses a block].
-        shared_spec: how the tensors that entered in them are put back together.
-        state: what the first forward saw.
-        thread: hand out the hidden state that entered too, for a loss that reads it.
-        left_spec: how the tensors that left in the shared mappings are put back together.
+        Attributes:
+            block: the block.
+            layers: numbers of the layers that ran, in order.
+            leaves: the flattened arguments of all its layer calls, in which the tensors that carry
+                gradients are left out and handed to autograd instead.
+            spec: how to put them back together.
+            carried: for each of those tensors, its positions in ``leaves``.
+            trained: the parameters that wanted gradients, with their places.
+            shared: the mappings that the layers share, by keyword; see [Note: Caches]
+    A training forward is given an empty key/value cache by default, and what a layer computes with it
+    differs in memory layout, and so at times in kernel and bits, from what it computes without one. So
+    a cache is not taken away: each run of a layer gets a copy that is empty for that layer. A cache
+    that is filled already is refused when gradients are wanted. In training the caller's own cache
+    stays empty, as under Transformers' checkpointing; in evaluation it is filled as usual.
+
+    [Note: What crosses a block].
+            shared_spec: how the tensors that entered in them are put back together.
+            state: what the first forward saw.
+            thread: hand out the hidden state that entered too, for a loss that reads it.
+            left_spec: how the tensors that left in the shared mappings are put back together.
     """
 
     block: Block
@@ -151,7 +181,7 @@ class BlockCall:
     leaves: list[Any] = field(repr=False)
     spec: Any = field(repr=False)
     carried: list[list[int]]
-    params: list[nn.Parameter] = field(repr=False)
+    trained: list[TrainedPlace] = field(repr=False)
     shared: dict[str, MutableMapping[Any, Any]] = field(repr=False)
     shared_spec: Any = field(repr=False)
     state: CallState | None = field(default=None, repr=False)
@@ -193,6 +223,8 @@ class BlockCall:
         kwargs: dict[str, Any],
         held: list[int] | None,
     ) -> torch.Tensor:
+        args = tuple(_filled(value, layer) for value in args)
+        kwargs = {name: _filled(value, layer) for name, value in kwargs.items()}
         units = self.block.units
         units.acquire(layer, backward=held is not None)
         if held is not None:
@@ -204,14 +236,61 @@ class BlockCall:
             units.release(layer, backward=False)
 
     def drop_caches(self) -> None:
-        """Leave caches out of the recompute: it must not append to them a second time."""
-        self.leaves = [None if isinstance(leaf, Cache) else leaf for leaf in self.leaves]
+        """Forget the caller's caches: the recompute must not append to them a second time."""
+        for leaf in self.leaves:
+            if isinstance(leaf, _IsolatedCache):
+                leaf.live = None
 
     def hand_out(self, found: Sequence[torch.Tensor]) -> None:
         """Put what left the block into the mappings that the decoder goes on with."""
         values = pytree.tree_unflatten(list(found), self.left_spec)
         for name, mapping in self.shared.items():
             mapping.update(values[name])
+
+
+@define(eq=False)
+class _IsolatedCache:
+    """See [Note: Caches]. ``live`` is the caller's, while this call may still fill it."""
+
+    empty: Cache = field(repr=False)
+    live: Cache | None = field(repr=False)
+
+
+def isolated(call: LayerCall, *, training: bool) -> LayerCall:
+    """Put caches that a recompute can repeat in place of a call's own; see [Note: Caches].
+
+    Args:
+        call: the call of a layer.
+        training: whether the layer trains; then its caller's cache stays empty.
+    """
+    if not torch.is_grad_enabled():
+        return call
+
+    def isolate(value: Any) -> Any:
+        if not isinstance(value, Cache):
+            return value
+        return _IsolatedCache(_copy_for(value, call.layer), None if training else value)
+
+    return LayerCall(
+        call.layer,
+        tuple(isolate(value) for value in call.args),
+        {name: isolate(value) for name, value in call.kwargs.items()},
+    )
+
+
+def _filled(value: Any, layer: int) -> Any:
+    if not isinstance(value, _IsolatedCache):
+        return value
+    return _copy_for(value.empty, layer) if value.live is None else value.live
+
+
+def _copy_for(cache: Cache, layer: int) -> Cache:
+    """Return a cache in which ``layer`` has an entry of its own and all else is shared."""
+    fresh = copy.copy(cache)
+    fresh.layers = list(cache.layers)
+    if layer < len(fresh.layers):
+        fresh.layers[layer] = copy.deepcopy(cache.layers[layer])
+    return fresh
 
 
 def _like(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> Any:

@@ -19,7 +19,14 @@ from torch import nn
 from torch.profiler import record_function
 
 from poros_core.call_state import capture, restored
-from poros_runtimes.streamed.block import BackwardToken, Block, BlockCall, LayerCall, make_call
+from poros_runtimes.streamed.block import (
+    BackwardToken,
+    Block,
+    BlockCall,
+    LayerCall,
+    TrainedPlace,
+    make_call,
+)
 
 __all__ = ["BlockResult", "run_block"]
 
@@ -62,7 +69,7 @@ def run_block(
     tensors = [hidden, *entering]
     with record_function(f"poros forward block {block.name}"):
         if not torch.is_grad_enabled() or not (
-            call.params or any(tensor.requires_grad for tensor in tensors)
+            call.trained or any(tensor.requires_grad for tensor in tensors)
         ):
             call.thread = False
             output, *found = call.run(tensors, None)
@@ -70,7 +77,7 @@ def run_block(
             return BlockResult(output, None)
         call.state = capture(hidden.device, block.modules)
         results: tuple[torch.Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
-            call, token, len(tensors), *tensors, *call.params
+            call, token, len(tensors), *tensors, *(param for _, _, param in call.trained)
         )
     output, *found = results
     entered = found.pop() if thread else None
@@ -138,7 +145,7 @@ def _gradients(
             leaves = [_leaf(t, w) for t, w in zip(inputs, wanted, strict=False)]
             with (
                 restored(call.state, call.block.modules),
-                _aliased(call.block, call.params) as aliases,
+                _aliased(call.trained) as aliases,
             ):
                 found = call.run(leaves, held)
         used = [
@@ -164,17 +171,13 @@ def _gradients(
 
 
 @contextmanager
-def _aliased(block: Block, params: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Put detached aliases in the place of the trainable parameters of a block."""
-    aliases = {id(param): param.detach().requires_grad_(True) for param in params}
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+def _aliased(trained: Sequence[TrainedPlace]) -> Iterator[list[torch.Tensor]]:
+    """Put detached aliases in the places of the parameters that wanted gradients."""
+    aliases = [param.detach().requires_grad_(True) for _, _, param in trained]
     try:
-        for module, name in block.slots:
-            param = module._parameters.get(name)
-            if param is not None and id(param) in aliases:
-                module._parameters[name] = cast(nn.Parameter, aliases[id(param)])
-                replaced.append((module, name, param))
-        yield [aliases[id(param)] for param in params]
+        for (module, name, _), alias in zip(trained, aliases, strict=True):
+            module._parameters[name] = cast(nn.Parameter, alias)
+        yield aliases
     finally:
-        for module, name, param in replaced:
+        for module, name, param in trained:
             module._parameters[name] = param
