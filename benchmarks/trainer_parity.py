@@ -6,7 +6,7 @@ of a user's script. The two adapter files must be equal byte for byte.
     python benchmarks/trainer_parity.py --loop trainer --shape 7b --json record.json
     python benchmarks/trainer_parity.py --loop sft --model path/to/checkpoint
 
-Exit status: 0 equal, 1 not, 2 an arm failed.
+Exit status: 0 equal, 1 not, 2 bad input or an arm failed.
 """
 
 from __future__ import annotations
@@ -282,7 +282,11 @@ def main() -> None:
     if options.arm:
         run_arm(options)
         return
-    record = compare(options)
+    try:
+        record = compare(options)
+    except poros.PorosError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     for name, arm in record["arms"].items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -560,3 +562,19 @@ def test_a_kernel_without_a_deterministic_version_is_named() -> None:
         raise RuntimeError("put_op does not have a deterministic implementation, but you set ...")
     with pytest.raises(RuntimeError, match="other"), run._named_failures():
         raise RuntimeError("other")
+
+
+# benchmarks/trainer_parity.py
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["trainer", "sft"])
+def test_training_loops_give_equal_adapter_files(loop: str, tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "trainer_parity.py"
+    file = tmp_path / "record.json"
+    command = [sys.executable, str(script), "--loop", loop, "--shape", "tiny", "--steps", "3"]
+    subprocess.run([*command, "--json", str(file)], check=True)
+    record = json.loads(file.read_text())
+    assert (record["kind"], record["verdict"]) == ("training-loop-parity", "exact")
+    assert record["adapter_equal"] is True
+    assert record["arms"]["poros"]["counters"]["bytes_streamed"] > 0
