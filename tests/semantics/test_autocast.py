@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from semantics.arms import BF16, FP32, NF4, Arm, Recipe, batches, twins
+from semantics.arms import FP32, NF4, Arm, Recipe, batches, twins
 
-RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, BF16, FP32)]
+RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, FP32)]
 
 
 def bf16(**options: Any) -> torch.autocast:
