@@ -21,6 +21,7 @@ from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES, Comparison, StepView
 from poros_core.gate.data import make_batches, read_records
 from poros_core.gate.fault import PlantedFault
+from poros_core.gate.meter import Meter
 from poros_core.gate.options import Subject, subject_of
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.record import Evidence, GateResult
@@ -144,10 +145,57 @@ def test_global_state_is_put_back() -> None:
 
 @pytest.mark.gpu
 def test_exact_on_a_gpu() -> None:
-    result = run_gate(options(steps=5, dropout=0.1, accumulate=2))
+    # three steps: those in which both peaks are taken
+    result = run_gate(options(steps=3, dropout=0.1, accumulate=2))
     assert (result.verdict, result.void_reasons) == ("exact", [])
     for arm in result.record["arms"].values():
         assert 0 < arm["peak_allocated_bytes"] <= arm["peak_reserved_bytes"]
+
+
+class FakeDevice:
+    """What the meter asks of torch.cuda, with figures that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        for name, read in {
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak_allocated,
+            "max_memory_reserved": lambda device: self.peak_reserved,
+            "reset_peak_memory_stats": lambda device: self.forget(),
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, read)
+
+    def forget(self) -> None:
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def take(self, nbytes: int, *, gap: int = 0) -> None:
+        self.allocated += nbytes
+        self.reserved += max(0, nbytes - gap)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+
+def test_an_arm_s_memory_leaves_out_what_the_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch)
+    one, two = Meter(torch.device("cuda")), Meter(torch.device("cuda"))
+    with one.building():
+        device.take(1000)
+    with two.building():
+        device.take(50)
+    for _ in range(2):
+        with one.step():
+            device.take(500)
+            device.take(-450, gap=0)
+        with two.step():
+            device.take(30, gap=20)
+            device.take(-20, gap=0)
+    # the first arm grew by 50 a step, the second by 10
+    assert one.peak_allocated == 1000 + 50 + 500
+    assert two.peak_allocated == 50 + 10 + 30
+    assert two.peak_reserved is not None
+    assert two.peak_reserved >= two.peak_allocated
 
 
 # diverged

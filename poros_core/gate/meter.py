@@ -1,11 +1,12 @@
 """Memory and time of each arm, where several share one device.
 
 [Note: Shared device]
-All arms stand on one device, so an arm's own bytes are followed as differences: what allocated and
-reserved memory rose by while it was built and stepped. Its peak in a step is the device's peak in
-that step, less what the others hold. Reserved memory is only told apart while the allocator's cache
-is emptied around each arm's step, which costs time: that is done in the first steps, and time is
-taken in the later ones.
+All arms stand on one device, so an arm's own bytes are followed as differences: what allocated
+memory rose by while it was built and stepped. Its peak in a step is the device's peak in that step,
+less what the others hold. Reserved memory cannot be told apart so well, since an arm may be given
+gaps in what another reserved: every gap is counted as the arm's, so its figure is what it reserved
+at most. The gaps are smallest while the allocator's cache is emptied around each arm's step, which
+costs time: that is done in the first steps, and time is taken in the later ones.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ SETTLING_STEPS = 3
 
 METHOD = (
     "All arms in one process. peak_allocated_bytes: highest over all steps of the allocator's peak "
-    "in the arm's step, less what the other arms hold. peak_reserved_bytes: likewise for reserved "
-    f"memory, in the first {SETTLING_STEPS} steps, with the allocator's cache emptied before and "
-    f"after each arm's step. step_seconds: median over the steps after the first {SETTLING_STEPS}, "
-    "device synchronised before and after. Null: not measured (no CUDA device, or too few steps)."
+    "in the arm's step, less what the other arms hold. peak_reserved_bytes: the device's peak of "
+    "reserved memory in the arm's step, less what the other arms hold: an upper bound, since gaps "
+    f"between the others' tensors count too; in the first {SETTLING_STEPS} steps, with the "
+    "allocator's cache emptied before and after each arm's step. step_seconds: median "
+    f"over the steps after the first {SETTLING_STEPS}, device synchronised before and after. "
+    "Null: not measured (no CUDA device, or too few steps)."
 )
 
 
@@ -37,8 +40,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._own_allocated = 0
-        self._own_reserved = 0
+        self._own = 0
         self._peak_allocated = 0
         self._peak_reserved = 0
         self._steps = 0
@@ -71,7 +73,7 @@ class Meter:
         self._steps += 1
         settling = self._steps <= SETTLING_STEPS
         with self._owning(empty=settling):
-            others_allocated, others_reserved = self._others()
+            others = self._others()
             self._synchronize()
             start = time.perf_counter()
             yield
@@ -80,41 +82,32 @@ class Meter:
             if not settling:
                 self._seconds.append(elapsed)
             if self._cuda:
-                peak = torch.cuda.max_memory_allocated(self._device) - others_allocated
+                peak = torch.cuda.max_memory_allocated(self._device) - others
                 self._peak_allocated = max(self._peak_allocated, peak)
                 if settling:
-                    peak = torch.cuda.max_memory_reserved(self._device) - others_reserved
+                    peak = torch.cuda.max_memory_reserved(self._device) - others
                     self._peak_reserved = max(self._peak_reserved, peak)
 
-    def _others(self) -> tuple[int, int]:
-        """Return what the other arms hold, and start a new peak."""
+    def _others(self) -> int:
+        """Return the bytes that the other arms hold, and start a new peak."""
         if not self._cuda:
-            return 0, 0
+            return 0
         torch.cuda.reset_peak_memory_stats(self._device)
-        return (
-            torch.cuda.memory_allocated(self._device) - self._own_allocated,
-            torch.cuda.memory_reserved(self._device) - self._own_reserved,
-        )
+        return torch.cuda.memory_allocated(self._device) - self._own
 
     @contextmanager
     def _owning(self, *, empty: bool) -> Iterator[None]:
         before = self._held(empty=empty)
         yield
-        after = self._held(empty=empty)
-        self._own_allocated += after[0] - before[0]
-        if empty:
-            self._own_reserved += after[1] - before[1]
+        self._own += self._held(empty=empty) - before
 
-    def _held(self, *, empty: bool) -> tuple[int, int]:
+    def _held(self, *, empty: bool) -> int:
         if not self._cuda:
-            return 0, 0
+            return 0
         self._synchronize()
         if empty:
             torch.cuda.empty_cache()
-        return (
-            torch.cuda.memory_allocated(self._device),
-            torch.cuda.memory_reserved(self._device),
-        )
+        return torch.cuda.memory_allocated(self._device)
 
     def _synchronize(self) -> None:
         if self._cuda:
