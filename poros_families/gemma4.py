@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from poros_core.family import Family
 from poros_families._tiny import TINY
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["GEMMA4"]
 
@@ -119,6 +122,12 @@ def _refuse(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _first_that_shares(decoder: nn.Module) -> Collection[int]:
+    """Before the layers that share keys and values, tokens without a logit are dropped."""
+    config: Any = decoder.config
+    return (config.num_hidden_layers - config.num_kv_shared_layers,)
+
+
 GEMMA4 = Family(
     name="gemma4",
     title="Gemma 4",
@@ -129,5 +138,6 @@ GEMMA4 = Family(
     },
     refuse=_refuse,
     shared=("shared_kv_states",),
+    breaks=_first_that_shares,
 )
 """The family of ``model_type`` ``gemma4`` and ``gemma4_text``."""
