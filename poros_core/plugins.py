@@ -138,6 +138,12 @@ class Plugins:
             UnsupportedModelError: none does, or the family refuses this variant.
         """
         model_type = config.get("model_type")
+        if _is_encoder_decoder(config):
+            raise UnsupportedModelError(
+                f"model_type '{model_type}' is an encoder-decoder model, which Poros does not "
+                "support: its decoder reads the encoder's output in every layer. Choose a "
+                "decoder-only model; `poros list-families` shows the covered ones."
+            )
         covered = sorted({t for entry in self.families for t in entry.value.model_types})
         for entry in self.families:
             if model_type in entry.value.model_types:
@@ -212,6 +218,12 @@ class Plugins:
 
 def _types(family: Family) -> list[str]:
     return [f"model_type {model_type}" for model_type in family.model_types]
+
+
+def _is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    nested = isinstance(text, Mapping) and _is_encoder_decoder(text)
+    return nested or bool(config.get("is_encoder_decoder"))
 
 
 def _is_mixture(config: Mapping[str, Any]) -> bool:

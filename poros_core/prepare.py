@@ -16,6 +16,7 @@ from poros_core.panel import print_panel
 from poros_core.plan import BlockPlan, base_model_of, build_plan, config_mapping
 from poros_core.plugins import plugins
 from poros_core.protocols import RuntimeHandle
+from poros_core.refusals import refuse_placed
 from poros_core.settings import Graphs, Settings
 
 __all__ = ["Prepared", "prepare", "prepared_of", "unprepare"]
@@ -80,7 +81,8 @@ def prepare(
         The same object.
 
     Raises:
-        PrepareError: nothing trains, the model is prepared already, or it is spread over devices.
+        PrepareError: nothing trains, the model is prepared already, or it is wrapped, sharded or
+            dispatched over devices.
         UnsupportedModelError: no family covers it.
         SettingsError: a setting cannot be honoured.
         PluginError: two plugins claim the same weight.
@@ -156,6 +158,7 @@ def _check(model: object) -> None:
             raise PrepareError(
                 "This model is prepared already. Call poros.unprepare(model) first to change how."
             )
+    refuse_placed(model)
     config_mapping(model)
     if not any(param.requires_grad for param in model.parameters()):
         raise PrepareError(
@@ -168,23 +171,6 @@ def _check(model: object) -> None:
         raise PrepareError(
             f"The model has weights without data ({meta[0]} and {len(meta) - 1} more are on the "
             "meta device). Load the checkpoint first, for example with poros.load()."
-        )
-    _refuse_dispatched(model)
-
-
-def _refuse_dispatched(model: nn.Module) -> None:
-    places = {str(p.device) for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
-    offload = any(
-        getattr(module._hf_hook, "offload", False)
-        for module in model.modules()
-        if hasattr(module, "_hf_hook")
-    )
-    if len(places) > 1 or offload:
-        raise PrepareError(
-            f"The model is spread over {', '.join(sorted(places)) or 'offload hooks'} by a "
-            f"device_map ({len(hooked)} modules carry Accelerate's hooks). Load it with "
-            "poros.load(), or with device_map={'': 'cpu'}; Poros does the placing."
         )
 
 

@@ -32,6 +32,8 @@ Batch = Mapping[str, torch.Tensor]
 BLOCK_SIZES: tuple[BlockSize, ...] = (1, 2, 4, "all")
 """Those that the training check runs; of two that group the layers alike, one is run."""
 
+_HINT = "Check that the family's decoder, layers, shared and breaks fit this architecture."
+
 
 class ConformanceError(PorosError, AssertionError):
     """A family does not hold the contract; the message says where."""
@@ -116,12 +118,20 @@ class Bench:
         self.trace.append((batches, StepView(kept)))
         for arm in (self.control, *(self.streamed.values() if streamed else ())):
             before = arm.counters()
-            view = arm.step(batches)
+            view = self._stepped(arm, batches, what)
             rises = {name: total - before.get(name, 0) for name, total in arm.counters().items()}
             self.counters.setdefault(arm.name, []).append(rises)
             comparison = self.comparisons.setdefault(arm.name, Comparison())
             if not comparison.compare(reference, view, step=len(self.trace)):
                 self._fail(what, arm, comparison.first)
+
+    def _stepped(self, arm: Arm, batches: Sequence[Batch], what: str) -> StepView:
+        try:
+            return arm.step(batches)
+        except Exception as error:
+            raise ConformanceError(
+                f"{self.title}, {what}: {arm.name} fails where resident does not: {error} {_HINT}"
+            ) from error
 
     def _fail(self, what: str, arm: Arm, divergence: Divergence | None) -> None:
         if arm is self.control and what == "training":
@@ -130,8 +140,7 @@ class Bench:
                 "of streaming. Find the kernel that is not deterministic."
             )
         raise ConformanceError(
-            f"{self.title}, {what}: {arm.name} differs from resident: {divergence}. Check that "
-            "the family's decoder, layers, shared and breaks are right for this architecture."
+            f"{self.title}, {what}: {arm.name} differs from resident: {divergence}. {_HINT}"
         )
 
 

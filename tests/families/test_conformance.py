@@ -1,0 +1,37 @@
+"""Every family passes the contract kit, at every tiny shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from poros_core.conformance import BLOCK_SIZES, check_family
+from poros_families import poros_families
+
+CASES = [
+    (family.name, shape)
+    for family in poros_families()
+    for shape in family.shapes
+    if shape.startswith("tiny")
+]
+SIZES = {("gemma4", "tiny-e2b"): (1, 2, 3, 4, "all")}
+
+
+def test_the_cases_cover_text_and_multimodal_models() -> None:
+    assert {family for family, shape in CASES if shape == "tiny"} == {
+        "qwen2",
+        "qwen3",
+        "qwen3_5",
+        "gemma3",
+        "gemma4",
+    }
+    assert {family for family, shape in CASES if shape == "tiny-multimodal"} == {
+        "qwen3_5",
+        "gemma3",
+        "gemma4",
+    }
+    assert {("qwen2", "tiny-sliding"), ("gemma4", "tiny-e2b")} <= set(CASES)
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_conformance(family: str, shape: str) -> None:
+    check_family(family, shapes=(shape,), block_sizes=SIZES.get((family, shape), BLOCK_SIZES))
