@@ -38,6 +38,11 @@ class CallState:
     adapters: tuple[_AdapterSwitches, ...] = field(repr=False)
     kernels: _Kernels
 
+    @property
+    def flags(self) -> tuple[object, ...]:
+        """All of it but the random-number state, to compare and hash."""
+        return (self.autocast, self.training, self.adapters, self.kernels)
+
 
 @frozen
 class _Kernels:
@@ -47,11 +52,11 @@ class _Kernels:
     warn_only: bool
 
 
-@frozen(eq=False)
+@frozen
 class _AdapterSwitches:
     disabled: bool
-    active: Any
-    scaling: dict[str, float]
+    active: str | tuple[str, ...]
+    scaling: tuple[tuple[str, float], ...]
 
 
 def rng_state(device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -116,23 +121,31 @@ def capture(device: torch.device, modules: BlockModules) -> CallState:
 
 
 @contextmanager
-def restored(state: CallState, modules: BlockModules) -> Iterator[None]:
+def restored(state: CallState, modules: BlockModules, *, rng: bool = True) -> Iterator[None]:
     """Run a recompute under a call's state, and put the caller's back afterwards, even after an
     exception.
+
+    With ``rng`` off the random-number state is left alone, which a graph capture must not touch.
 
     Autocast runs without its weight cache: the cache would keep casts of this recompute's
     adapters for the rest of the caller's region.
     """
     with ExitStack() as stack:
-        found_rng = rng_state(state.device)
-        stack.callback(set_rng_state, state.device, found_rng)
+        if rng:
+            stack.callback(set_rng_state, state.device, rng_state(state.device))
         _restore_flags(stack, state, modules)
         for device_type, enabled, dtype in state.autocast:
             stack.enter_context(
                 torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
             )
-        set_rng_state(state.device, state.rng)
+        if rng:
+            set_rng_state(state.device, state.rng)
         yield
+
+
+def ambient(device: torch.device) -> tuple[object, ...]:
+    """Return the state that gradient kernels see, which is that of the backward's caller."""
+    return (_autocast(device), _kernels())
 
 
 def _restore_flags(stack: ExitStack, state: CallState, modules: BlockModules) -> None:
@@ -165,17 +178,25 @@ def _adapters(modules: BlockModules) -> tuple[_AdapterSwitches, ...]:
     return tuple(
         _AdapterSwitches(
             tuner._disable_adapters,
-            tuner._active_adapter,
-            dict(getattr(tuner, "scaling", {})),
+            _frozen_names(tuner._active_adapter),
+            tuple(getattr(tuner, "scaling", {}).items()),
         )
         for tuner in modules.tuners
     )
 
 
+def _frozen_names(active: str | list[str]) -> str | tuple[str, ...]:
+    return active if isinstance(active, str) else tuple(active)
+
+
+def _names(active: str | tuple[str, ...]) -> str | list[str]:
+    return active if isinstance(active, str) else list(active)
+
+
 def _set_adapters(modules: BlockModules, switches: Sequence[_AdapterSwitches]) -> None:
     for tuner, switch in zip(modules.tuners, switches, strict=True):
         tuner._disable_adapters = switch.disabled
-        tuner._active_adapter = switch.active
+        tuner._active_adapter = _names(switch.active)
         if hasattr(tuner, "scaling"):
             tuner.scaling.update(switch.scaling)
 

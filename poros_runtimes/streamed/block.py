@@ -24,7 +24,8 @@ resident run adds them, from the last reader to the first.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,8 @@ __all__ = [
     "BackwardToken",
     "Block",
     "BlockCall",
+    "CallUnits",
+    "IsolatedCache",
     "LayerCall",
     "TrainedPlace",
     "UnitAccess",
@@ -137,6 +140,28 @@ class Block:
         if self.modules.refresh():
             self._list()
 
+    @contextmanager
+    def passing(self, layer: int) -> Iterator[None]:
+        """Bind a layer's unit for its forward only."""
+        self.units.acquire(layer, backward=False)
+        try:
+            yield
+        finally:
+            self.units.release(layer, backward=False)
+
+    @contextmanager
+    def holding(self, layers: Sequence[int], *, backward: bool) -> Iterator[None]:
+        """Bind all of these units until the end: gradient kernels and graphs read them too."""
+        held: list[int] = []
+        try:
+            for layer in layers:
+                self.units.acquire(layer, backward=backward)
+                held.append(layer)
+            yield
+        finally:
+            for layer in reversed(held):
+                self.units.release(layer, backward=backward)
+
     def trainable(self) -> list[TrainedPlace]:
         """Return the places of parameters that want gradients now, last first.
 
@@ -150,30 +175,27 @@ class Block:
         ]
 
 
+CallUnits = Callable[[int], AbstractContextManager[None]]
+"""Given a layer's number, a context in which its unit is bound."""
+
+
 @define(eq=False)
 class BlockCall:
     """One call of a block, with all that its recompute needs. Belongs to the call that made it.
 
-        Attributes:
-            block: the block.
-            layers: numbers of the layers that ran, in order.
-            leaves: the flattened arguments of all its layer calls, in which the tensors that carry
-                gradients are left out and handed to autograd instead.
-            spec: how to put them back together.
-            carried: for each of those tensors, its positions in ``leaves``.
-            trained: the parameters that wanted gradients, with their places.
-            shared: the mappings that the layers share, by keyword; see [Note: Caches]
-    A training forward is given an empty key/value cache by default, and what a layer computes with it
-    differs in memory layout, and so at times in kernel and bits, from what it computes without one. So
-    a cache is not taken away: each run of a layer gets a copy that is empty for that layer. A cache
-    that is filled already is refused when gradients are wanted. In training the caller's own cache
-    stays empty, as under Transformers' checkpointing; in evaluation it is filled as usual.
-
-    [Note: What crosses a block].
-            shared_spec: how the tensors that entered in them are put back together.
-            state: what the first forward saw.
-            thread: hand out the hidden state that entered too, for a loss that reads it.
-            left_spec: how the tensors that left in the shared mappings are put back together.
+    Attributes:
+        block: the block.
+        layers: numbers of the layers that ran, in order.
+        leaves: the flattened arguments of all its layer calls, in which the tensors that carry
+            gradients are left out and handed to autograd instead.
+        spec: how to put them back together.
+        carried: for each of those tensors, its positions in ``leaves``.
+        trained: the parameters that wanted gradients, with their places.
+        shared: the mappings that layers share, by keyword; see [Note: What crosses a block].
+        shared_spec: how the tensors that entered in them are put back together.
+        state: what the first forward saw.
+        thread: hand out the hidden state that entered too, for a loss that reads it.
+        left_spec: how the tensors that left in the shared mappings are put back together.
     """
 
     block: Block
@@ -188,14 +210,12 @@ class BlockCall:
     thread: bool = False
     left_spec: Any = field(default=None, repr=False)
 
-    def run(self, tensors: Sequence[torch.Tensor], held: list[int] | None) -> list[torch.Tensor]:
+    def run(self, tensors: Sequence[torch.Tensor], units: CallUnits) -> list[torch.Tensor]:
         """Run the layers.
 
         Args:
             tensors: the hidden state, the carried tensors, then what the shared mappings hold.
-            held: None in a forward, where each unit is parked after its layer. In a backward the
-                gradient kernels read the units too: their numbers are added here, and the caller
-                parks them.
+            units: binds each layer's unit around its forward.
 
         Returns:
             The hidden state, what the shared mappings hold now, and with ``thread`` the hidden
@@ -211,34 +231,17 @@ class BlockCall:
         shared = {name: _like(m, held_by_name[name]) for name, m in self.shared.items()}
         hidden = tensors[0]
         for layer, (args, kwargs) in zip(self.layers, calls, strict=True):
-            hidden = self._run_layer(layer, hidden, args, {**kwargs, **shared}, held)
+            args = tuple(_filled(value, layer) for value in args)
+            kwargs = {name: _filled(value, layer) for name, value in kwargs.items()}
+            with units(layer):
+                hidden = self.block.forwards[layer](hidden, *args, **kwargs, **shared)
         found, self.left_spec = pytree.tree_flatten({n: dict(m) for n, m in shared.items()})
         return [hidden, *found, *([tensors[0]] if self.thread else [])]
-
-    def _run_layer(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        held: list[int] | None,
-    ) -> torch.Tensor:
-        args = tuple(_filled(value, layer) for value in args)
-        kwargs = {name: _filled(value, layer) for name, value in kwargs.items()}
-        units = self.block.units
-        units.acquire(layer, backward=held is not None)
-        if held is not None:
-            held.append(layer)
-            return self.block.forwards[layer](hidden, *args, **kwargs)
-        try:
-            return self.block.forwards[layer](hidden, *args, **kwargs)
-        finally:
-            units.release(layer, backward=False)
 
     def drop_caches(self) -> None:
         """Forget the caller's caches: the recompute must not append to them a second time."""
         for leaf in self.leaves:
-            if isinstance(leaf, _IsolatedCache):
+            if isinstance(leaf, IsolatedCache):
                 leaf.live = None
 
     def hand_out(self, found: Sequence[torch.Tensor]) -> None:
@@ -249,7 +252,7 @@ class BlockCall:
 
 
 @define(eq=False)
-class _IsolatedCache:
+class IsolatedCache:
     """See [Note: Caches]. ``live`` is the caller's, while this call may still fill it."""
 
     empty: Cache = field(repr=False)
@@ -269,7 +272,7 @@ def isolated(call: LayerCall, *, training: bool) -> LayerCall:
     def isolate(value: Any) -> Any:
         if not isinstance(value, Cache):
             return value
-        return _IsolatedCache(_copy_for(value, call.layer), None if training else value)
+        return IsolatedCache(_copy_for(value, call.layer), None if training else value)
 
     return LayerCall(
         call.layer,
@@ -279,7 +282,7 @@ def isolated(call: LayerCall, *, training: bool) -> LayerCall:
 
 
 def _filled(value: Any, layer: int) -> Any:
-    if not isinstance(value, _IsolatedCache):
+    if not isinstance(value, IsolatedCache):
         return value
     return _copy_for(value.empty, layer) if value.live is None else value.live
 

@@ -10,8 +10,8 @@ detached alias; otherwise hooks that the user set on a parameter would run twice
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
 
 import torch
 from attrs import frozen
@@ -28,7 +28,15 @@ from poros_runtimes.streamed.block import (
     make_call,
 )
 
-__all__ = ["BlockResult", "run_block"]
+__all__ = [
+    "BlockResult",
+    "EagerExecutor",
+    "Executor",
+    "bound",
+    "differentiate",
+    "leaves_of",
+    "run_block",
+]
 
 
 @frozen(eq=False)
@@ -49,6 +57,7 @@ def run_block(
     hidden: torch.Tensor,
     calls: Sequence[LayerCall],
     *,
+    executor: Executor,
     shared: Sequence[str] = (),
     token: BackwardToken | None = None,
     thread: bool = False,
@@ -59,6 +68,7 @@ def run_block(
         block: the block.
         hidden: the hidden state that enters it, ``[batch, sequence, hidden]``.
         calls: the calls of its layers, in order.
+        executor: runs it.
         shared: keywords of the mappings through which layers hand tensors to later ones.
         token: the decoder call's count of backwards to come, if there is such a call.
         thread: also return the hidden state that entered, for a loss that reads it: gradients of
@@ -72,12 +82,12 @@ def run_block(
             call.trained or any(tensor.requires_grad for tensor in tensors)
         ):
             call.thread = False
-            output, *found = call.run(tensors, None)
+            output, *found = call.run(tensors, block.passing)
             call.hand_out(found)
             return BlockResult(output, None)
         call.state = capture(hidden.device, block.modules)
         results: tuple[torch.Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
-            call, token, len(tensors), *tensors, *(param for _, _, param in call.trained)
+            call, executor, token, len(tensors), *tensors, *(p for _, _, p in call.trained)
         )
     output, *found = results
     entered = found.pop() if thread else None
@@ -85,89 +95,159 @@ def run_block(
     return BlockResult(output, entered)
 
 
-def _leaf(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(wanted)
-
-
 class _Boundary(torch.autograd.Function):
     """See [Note: Parameters are inputs of the boundary]."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: BlockCall, token: BackwardToken | None, count: int, *tensors: torch.Tensor
+        ctx: Any,
+        call: BlockCall,
+        executor: Executor,
+        token: BackwardToken | None,
+        count: int,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.token = call, token
+        ctx.call, ctx.executor, ctx.token = call, executor, token
         inputs = tensors[:count]
         ctx.save_for_backward(*inputs)
-        wanted = ctx.needs_input_grad[3 : 3 + count]
-        with torch.enable_grad():
-            leaves = [_leaf(t, w) for t, w in zip(inputs, wanted, strict=True)]
-            found = call.run(leaves, None)
+        results, differentiable = executor.forward(
+            call, inputs, ctx.needs_input_grad[4 : 4 + count]
+        )
         call.drop_caches()
         if token is not None:
             token.expect(call.layers[0])
-        results = tuple(tensor.detach() for tensor in found)
         ctx.mark_non_differentiable(
-            *(r for r, tensor in zip(results, found, strict=True) if not tensor.requires_grad)
+            *(r for r, wanted in zip(results, differentiable, strict=True) if not wanted)
         )
-        return results
+        return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: BlockCall = ctx.call
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if any(gradient is not None for gradient in gradients):
             with record_function(f"poros backward block {call.block.name}"):
-                found = _gradients(call, ctx.saved_tensors, wanted, gradients)
+                found = ctx.executor.backward(call, ctx.saved_tensors, wanted, gradients)
         if ctx.token is not None:
             ctx.token.done(call.layers[0])
-        return (None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
-def _gradients(
+class Executor(Protocol):
+    """Runs a block's forward and backward. The eager one is the reference for all others."""
+
+    def forward(
+        self, call: BlockCall, inputs: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        """Run the first forward; see [Note: The first forward runs in grad mode].
+
+        Args:
+            call: the call.
+            inputs: the hidden state and what else enters.
+            wanted: which of them want gradients.
+
+        Returns:
+            What leaves, detached, and which of it carries gradients.
+        """
+        ...
+
+    def backward(
+        self,
+        call: BlockCall,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Recompute, and return the gradient of each input and trained parameter.
+
+        Args:
+            call: the call.
+            inputs: the tensors that the forward was given.
+            wanted: which inputs, then which parameters, want gradients.
+            gradients: of what left; None where nothing came back.
+        """
+        ...
+
+
+class EagerExecutor:
+    """Kernel by kernel, as Transformers would."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+
+    def forward(
+        self, call: BlockCall, inputs: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        """Run the first forward; see ``Executor``."""
+        self.blocks += 1
+        with torch.enable_grad():
+            found = call.run(leaves_of(inputs, wanted), call.block.passing)
+        return [tensor.detach() for tensor in found], [tensor.requires_grad for tensor in found]
+
+    def backward(
+        self,
+        call: BlockCall,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Recompute and differentiate; see ``Executor``."""
+        self.blocks += 1
+        with call.block.holding(call.layers, backward=True):
+            return differentiate(call, inputs, wanted, gradients, rng=True)
+
+
+def leaves_of(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
+    """Return detached aliases of the first tensors that want gradients as told."""
+    return [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=False)]
+
+
+def differentiate(
     call: BlockCall,
     inputs: Sequence[torch.Tensor],
     wanted: Sequence[bool],
     gradients: Sequence[torch.Tensor | None],
+    *,
+    rng: bool,
 ) -> list[torch.Tensor | None]:
-    """Recompute a block and return the gradient of each input and parameter that wants one.
+    """Recompute a block whose units are bound, and return its gradients; see ``Executor``.
 
     Only the recompute runs under the forward's state: the gradient kernels see the state that
     the backward was called in, as a resident run's do.
     """
     assert call.state is not None
-    held: list[int] = []
-    try:
-        with torch.enable_grad():
-            leaves = [_leaf(t, w) for t, w in zip(inputs, wanted, strict=False)]
-            with (
-                restored(call.state, call.block.modules),
-                _aliased(call.trained) as aliases,
-            ):
-                found = call.run(leaves, held)
-        used = [
-            (tensor, gradient)
-            for tensor, gradient in zip(found, gradients, strict=True)
-            if gradient is not None and tensor.requires_grad
-        ]
-        sources = [t for t, w in zip([*leaves, *aliases], wanted, strict=True) if w]
-        if not used or not sources:
-            return [None] * len(wanted)
-        results = iter(
-            torch.autograd.grad(
-                [tensor for tensor, _ in used],
-                sources,
-                [gradient for _, gradient in used],
-                allow_unused=True,
-            )
+    with torch.enable_grad():
+        leaves = leaves_of(inputs, wanted)
+        with (
+            restored(call.state, call.block.modules, rng=rng),
+            _aliased(call.trained) as aliases,
+        ):
+            found = call.run(leaves, bound)
+    used = [
+        (tensor, gradient)
+        for tensor, gradient in zip(found, gradients, strict=True)
+        if gradient is not None and tensor.requires_grad
+    ]
+    sources = [t for t, w in zip([*leaves, *aliases], wanted, strict=True) if w]
+    if not used or not sources:
+        return [None] * len(wanted)
+    results = iter(
+        torch.autograd.grad(
+            [tensor for tensor, _ in used],
+            sources,
+            [gradient for _, gradient in used],
+            allow_unused=True,
         )
-        return [next(results) if w else None for w in wanted]
-    finally:
-        for layer in reversed(held):
-            call.block.units.release(layer, backward=True)
+    )
+    return [next(results) if w else None for w in wanted]
+
+
+def bound(layer: int) -> AbstractContextManager[None]:
+    """Return a context for a layer whose unit is bound already."""
+    return nullcontext()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from poros_runtimes.streamed.attach import (
     guard_root,
 )
 from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, isolated
-from poros_runtimes.streamed.boundary import run_block
+from poros_runtimes.streamed.boundary import EagerExecutor, Executor, run_block
 from poros_runtimes.streamed.lane import make_lane
 from poros_runtimes.streamed.window import Window
 
@@ -72,7 +72,8 @@ class StreamedHandle:
         self._call: _DecoderCall | None = None
         self._tokens: weakref.WeakSet[BackwardToken] = weakref.WeakSet()
         self._lowest = 0
-        self._eager_blocks = 0
+        self._eager = EagerExecutor()
+        self._executor: Executor = self._eager
         self._attachments = Attachments()
         self._put_back: list[Callable[[], None]] = []
         self._streamed = [param for unit in plan.units() for _, _, param in unit.places]
@@ -238,11 +239,11 @@ class StreamedHandle:
         calls: Sequence[LayerCall],
         call: _DecoderCall | None,
     ) -> torch.Tensor:
-        self._eager_blocks += 1
         result = run_block(
             block,
             hidden,
             calls,
+            executor=self._executor,
             shared=self.plan.shared,
             token=None if call is None else call.token,
             thread=call is not None and call.thread,
@@ -310,7 +311,7 @@ class StreamedHandle:
         return {
             "bytes_streamed": self.window.bytes_streamed,
             "copies": self.window.copies,
-            "eager_blocks": self._eager_blocks,
+            "eager_blocks": self._eager.blocks,
             "graph_replays": 0,
             "resident_units": 0,
         }
