@@ -75,7 +75,7 @@ def check_family(
             dropout=dropout,
         ) as opened:
             check_load_bytes(opened)
-            check_training(opened)
             check_evaluation(opened)
+            check_training(opened)
             check_planted_fault(opened)
             check_unprepare(opened)

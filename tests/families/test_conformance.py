@@ -13,7 +13,7 @@ CASES = [
     for shape in family.shapes
     if shape.startswith("tiny")
 ]
-SIZES = {("gemma4", "tiny-e2b"): (1, 2, 3, 4, "all")}
+SIZES = {("gemma4", "tiny-e2b"): (1, 2, 3, 4), ("qwen2", "tiny-sliding"): (1, 2)}
 
 
 def test_the_cases_cover_text_and_multimodal_models() -> None:
