@@ -37,9 +37,12 @@ class Nf4Codec:
     title: str = "NF4"
 
     def claims(self, param: nn.Parameter) -> bool:
-        """Claim every ``Params4bit``; those that are not NF4 are refused by ``refs``."""
+        """Claim every ``Params4bit`` of this codec's kind, and leave FP4 to others."""
         bnb: Any = sys.modules.get("bitsandbytes")  # not imported: no such parameter exists
-        return bnb is not None and isinstance(param, bnb.nn.Params4bit)
+        if bnb is None or not isinstance(param, bnb.nn.Params4bit):
+            return False
+        kind: Any = param
+        return bool(kind.quant_type == self.name)
 
     def refs(self, module: nn.Module, name: str, param: nn.Parameter) -> Sequence[TensorRef]:
         """Return packed data, ``absmax`` and ``code``, and what double quantisation adds.
