@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from poros_core.family import Family
 from poros_families._tiny import TINY
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["GEMMA4"]
 
@@ -22,12 +19,7 @@ _COMMON: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 
-_LARGE: dict[str, Any] = {  # what the 31B does, and not the small ones
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
-}
+_LARGE: dict[str, Any] = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
 
 _SMALL: dict[str, Any] = {"attention_k_eq_v": False, "use_double_wide_mlp": True}
 
@@ -75,9 +67,7 @@ _TINY_MULTIMODAL: dict[str, Any] = {
 _PUBLISHED: dict[str, Any] = {
     **_COMMON,
     "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144,
     "head_dim": 256,
-    "global_head_dim": 512,
     "dtype": "bfloat16",
 }
 
@@ -122,10 +112,9 @@ def _refuse(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _first_that_shares(decoder: nn.Module) -> Collection[int]:
+def _first_that_shares(decoder: Any) -> Collection[int]:
     """Before the layers that share keys and values, tokens without a logit are dropped."""
-    config: Any = decoder.config
-    return (config.num_hidden_layers - config.num_kv_shared_layers,)
+    return (decoder.config.num_hidden_layers - decoder.config.num_kv_shared_layers,)
 
 
 GEMMA4 = Family(
