@@ -71,7 +71,7 @@ def prepare(
             way. Its base moves to host memory and the device memory that it had is freed.
         block_size: decoder layers that share one recompute boundary, or ``"all"``.
         vram_budget: device memory that the run may use, in bytes; None streams everything.
-        graphs: whether CUDA graphs are used.
+        graphs: whether blocks are captured as CUDA graphs: ``"auto"`` on CUDA, ``"on"``, ``"off"``.
         runtime: name of the runtime plugin.
         device: the compute device; None means the CUDA device that the model is on, else the
             current CUDA device, else the CPU.

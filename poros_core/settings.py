@@ -37,11 +37,6 @@ def _vram_budget(instance: Any, attribute: Any, value: object) -> None:
 def _graphs(instance: Any, attribute: Any, value: str) -> None:
     if value not in ("auto", "on", "off"):
         raise SettingsError(f"graphs must be 'auto', 'on' or 'off'; got {value!r}.")
-    if value == "on":
-        raise SettingsError(
-            "graphs='on': this version runs every block eagerly and captures no CUDA graph. "
-            "Use graphs='auto' or 'off'."
-        )
 
 
 @frozen(kw_only=True)
@@ -52,7 +47,8 @@ class Settings:
         block_size: decoder layers that share one recompute boundary, or ``"all"``. A larger block
             keeps fewer boundary activations and needs a larger device window.
         vram_budget: device memory that the run may use, in bytes; None streams everything.
-        graphs: whether CUDA graphs are used: ``"auto"``, ``"on"`` or ``"off"``.
+        graphs: whether blocks are captured as CUDA graphs: ``"auto"`` (on CUDA), ``"on"`` (an
+            error elsewhere) or ``"off"``.
         runtime: name of the runtime plugin.
         poison: fill released memory with 0xFF bytes (NaN in every float format), so that a read
             of a unit that is not there shows in the numbers. For tests; costs time.

@@ -120,14 +120,17 @@ class Block:
             units: how it gets at its units.
         """
         self.layers = layers
+        self.roots = tuple(modules)
         self.units = units
         self.forwards = dict(zip(layers, forwards, strict=True))
         self.modules = BlockModules(modules)
         self.name = f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
+        self.version = 0
         self._streamed = streamed
         self._list()
 
     def _list(self) -> None:
+        self.version += 1
         self.slots = [
             (module, name)
             for module in self.modules.modules
@@ -196,6 +199,8 @@ class BlockCall:
         state: what the first forward saw.
         thread: hand out the hidden state that entered too, for a loss that reads it.
         left_spec: how the tensors that left in the shared mappings are put back together.
+        structure: which arguments each layer was given, without their values.
+        replay: what an executor remembers of the forward.
     """
 
     block: Block
@@ -209,6 +214,8 @@ class BlockCall:
     state: CallState | None = field(default=None, repr=False)
     thread: bool = False
     left_spec: Any = field(default=None, repr=False)
+    structure: tuple[object, ...] = field(default=(), repr=False)
+    replay: Any = field(default=None, repr=False)
 
     def run(self, tensors: Sequence[torch.Tensor], units: CallUnits) -> list[torch.Tensor]:
         """Run the layers.
@@ -246,6 +253,8 @@ class BlockCall:
 
     def hand_out(self, found: Sequence[torch.Tensor]) -> None:
         """Put what left the block into the mappings that the decoder goes on with."""
+        if not self.shared:
+            return
         values = pytree.tree_unflatten(list(found), self.left_spec)
         for name, mapping in self.shared.items():
             mapping.update(values[name])
@@ -345,5 +354,9 @@ def make_call(
         shared,
         shared_spec,
         thread=thread,
+        structure=tuple(
+            (len(args), *((name, type(value)) for name, value in kwargs.items()))
+            for args, kwargs in arguments
+        ),
     )
     return call, [*(tensor for tensor, _ in carried.values()), *entering]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from poros_core.errors import PrepareError, StateError
+from poros_core.errors import PrepareError, SettingsError, StateError
 from poros_core.host_store import HostStore
 from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
@@ -26,6 +26,7 @@ from poros_runtimes.streamed.attach import (
 )
 from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, isolated
 from poros_runtimes.streamed.boundary import EagerExecutor, Executor, run_block
+from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
 from poros_runtimes.streamed.window import Window
 
@@ -73,7 +74,8 @@ class StreamedHandle:
         self._tokens: weakref.WeakSet[BackwardToken] = weakref.WeakSet()
         self._lowest = 0
         self._eager = EagerExecutor()
-        self._executor: Executor = self._eager
+        self._graphs = _make_graphs(self._eager, plan.device, settings)
+        self._executor: Executor = self._graphs or self._eager
         self._attachments = Attachments()
         self._put_back: list[Callable[[], None]] = []
         self._streamed = [param for unit in plan.units() for _, _, param in unit.places]
@@ -299,6 +301,8 @@ class StreamedHandle:
             self._park_head()
         if self.plan.device.type == "cuda":
             torch.cuda.synchronize(self.plan.device)
+        if self._graphs is not None:
+            self._graphs.clear()
         self._attachments.undo()
         for unit in self.plan.units():
             unit.keep_parameters()
@@ -312,9 +316,22 @@ class StreamedHandle:
             "bytes_streamed": self.window.bytes_streamed,
             "copies": self.window.copies,
             "eager_blocks": self._eager.blocks,
-            "graph_replays": 0,
+            "graph_replays": 0 if self._graphs is None else self._graphs.replays,
             "resident_units": 0,
         }
+
+
+def _make_graphs(
+    eager: EagerExecutor, device: torch.device, settings: Settings
+) -> GraphExecutor | None:
+    if settings.graphs == "on" and device.type != "cuda":
+        raise SettingsError(
+            f"graphs='on' needs a CUDA device, and this model computes on {device}. Use "
+            "graphs='auto' or 'off'."
+        )
+    if settings.graphs == "off" or device.type != "cuda":
+        return None
+    return GraphExecutor(eager, device)
 
 
 class _DecoderOutput(torch.autograd.Function):

@@ -1,0 +1,376 @@
+"""Blocks as captured CUDA graphs: the same kernels in the same order, without launching each.
+
+At a few hundred tokens, launching a block's kernels takes the host longer than running them takes
+the device. A block whose call has been seen before is captured, its forward and its backward each
+as one graph, and replayed from then on; see ``signature`` for what counts as the same call.
+
+[Note: Graphs and memory]
+All graphs draw their temporaries from one pool, one after the other, so the pool is as large as
+the largest needs. Tensors enter and leave through buffers outside the pool that all blocks of one
+shape share. What a block hands out is copied out of them: a later replay would overwrite it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import attrs
+import torch
+from attrs import define, field, frozen
+
+from poros_core.call_state import restored, rng_state, set_rng_state
+from poros_core.log import get_logger
+from poros_runtimes.streamed.block import Block, BlockCall
+from poros_runtimes.streamed.boundary import EagerExecutor, bound, differentiate, leaves_of
+from poros_runtimes.streamed.signature import (
+    BackwardKey,
+    BlockConstants,
+    ForwardKey,
+    Layout,
+    backward_key,
+    forward_key,
+    layout_of,
+)
+
+__all__ = ["GraphExecutor"]
+
+_log = get_logger("graphs")
+
+SIGNATURES = 4
+"""Calls of different shape or state that one block keeps graphs for; the one that was not used
+for longest goes first. A graph takes about 3 MB of device memory outside the allocator."""
+
+_ALIGNMENT = 512
+"""Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
+
+
+class _Buffer:
+    """A tensor argument's stand-in at a fixed address."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        strides = [s or 1 for s in layout.stride]
+        self._base = torch.empty_strided(layout.compact, strides, dtype=layout.dtype, device=device)
+        self.tensor = self._base.expand(layout.shape)
+        self._source: torch.Tensor | None = None
+        self._version = -1
+
+    def fill(self, source: torch.Tensor) -> None:
+        """Copy ``source`` in, unless it is what was copied last."""
+        if source is self._source and source._version == self._version:
+            return
+        self.fill_always(source)
+        self._source, self._version = source, source._version
+
+    def fill_always(self, source: torch.Tensor) -> None:
+        """Copy ``source`` in and do not keep it."""
+        for dim, stride in enumerate(self.layout.stride):
+            if stride == 0:
+                source = source.narrow(dim, 0, 1)
+        self._base.copy_(source)
+
+
+@frozen(eq=False)
+class _Stretch:
+    """Gradients of parameters side by side, so that one copy takes them all out."""
+
+    flat: torch.Tensor
+    pieces: tuple[tuple[int, int, Layout], ...]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return each gradient as a view of ``flat``."""
+        return [
+            flat[start:end].view(layout.dtype).as_strided(layout.shape, layout.stride)
+            for start, end, layout in self.pieces
+        ]
+
+
+@define(eq=False)
+class _Forward:
+    """A block's forward: seen once, captured, or refused."""
+
+    outputs: list[Layout]
+    differentiable: list[bool]
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: list[_Buffer] = field(factory=list, repr=False)
+    arguments: list[tuple[int, _Buffer]] = field(factory=list, repr=False)
+    results: list[_Buffer] = field(factory=list, repr=False)
+    refused: bool = False
+    backwards: dict[BackwardKey, _Backward] = field(factory=dict, repr=False)
+
+
+@define(eq=False)
+class _Backward:
+    """A block's backward: seen once, captured, or refused."""
+
+    layouts: list[Layout | None]
+    graph: torch.cuda.CUDAGraph | None = None
+    gradients: list[_Buffer | None] = field(factory=list, repr=False)
+    results: list[_Buffer | None] = field(factory=list, repr=False)
+    stretch: _Stretch | None = field(default=None, repr=False)
+    refused: bool = False
+
+
+class GraphExecutor:
+    """Replays what it has captured; everything else runs eagerly."""
+
+    def __init__(self, eager: EagerExecutor, device: torch.device) -> None:
+        self.replays = 0
+        self._eager = eager
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._buffers: dict[tuple[str, int, Layout], _Buffer] = {}
+        self._stretches: dict[tuple[Layout, ...], _Stretch] = {}
+        self._seen: dict[Block, OrderedDict[ForwardKey, _Forward]] = {}
+        self._constants: dict[Block, tuple[int, BlockConstants]] = {}
+        self._said: set[str] = set()
+
+    def forward(
+        self, call: BlockCall, inputs: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        """Run the first forward; see ``Executor``."""
+        key = forward_key(call, inputs, wanted, self._constants_of(call.block))
+        if key is None:
+            return self._eager.forward(call, inputs, wanted)
+        seen = self._seen.setdefault(call.block, OrderedDict())
+        entry = seen.get(key)
+        if entry is None:
+            results, differentiable = self._eager.forward(call, inputs, wanted)
+            layouts = [layout_of(result) for result in results]
+            if None not in layouts:
+                call.replay = seen[key] = _Forward([x for x in layouts if x], differentiable)
+                if len(seen) > SIGNATURES:
+                    seen.popitem(last=False)
+            return results, differentiable
+        seen.move_to_end(key)
+        call.replay = entry
+        if not entry.refused:
+            with call.block.holding(call.layers, backward=False):
+                if entry.graph is None:
+                    self._capture_forward(entry, call, inputs, wanted)
+                if entry.graph is not None:
+                    self._fill(entry, call, inputs)
+                    entry.graph.replay()
+                    self.replays += 1
+                    return [b.tensor.clone() for b in entry.results], entry.differentiable
+        return self._eager.forward(call, inputs, wanted)
+
+    def backward(
+        self,
+        call: BlockCall,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Recompute and differentiate; see ``Executor``."""
+        forward: _Forward | None = call.replay
+        key = None if forward is None else backward_key(call, wanted, gradients)
+        if forward is None or key is None or forward.refused:
+            return self._eager.backward(call, inputs, wanted, gradients)
+        entry = forward.backwards.get(key)
+        if entry is None:
+            found = self._eager.backward(call, inputs, wanted, gradients)
+            layouts = [None if g is None else layout_of(g) for g in found]
+            lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
+            forward.backwards[key] = _Backward(layouts, refused=lost)
+            return found
+        if not entry.refused and forward.graph is not None:
+            with call.block.holding(call.layers, backward=True):
+                if entry.graph is None:
+                    self._capture_backward(entry, forward, call, wanted, gradients)
+                if entry.graph is not None:
+                    return self._replay_backward(entry, forward, call, inputs, gradients)
+        return self._eager.backward(call, inputs, wanted, gradients)
+
+    def clear(self) -> None:
+        """Drop every graph and buffer."""
+        self._seen.clear()
+        self._buffers.clear()
+        self._stretches.clear()
+
+    # -- replaying -----------------------------------------------------------------------------
+
+    def _fill(self, entry: _Forward, call: BlockCall, inputs: Sequence[torch.Tensor]) -> None:
+        for buffer, tensor in zip(entry.inputs, inputs, strict=True):
+            buffer.fill_always(tensor)
+        for position, buffer in entry.arguments:
+            buffer.fill(call.leaves[position])
+
+    def _replay_backward(
+        self,
+        entry: _Backward,
+        forward: _Forward,
+        call: BlockCall,
+        inputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        assert entry.graph is not None
+        assert call.state is not None
+        self._fill(forward, call, inputs)
+        for buffer, gradient in zip(entry.gradients, gradients, strict=True):
+            if buffer is not None and gradient is not None:
+                buffer.fill_always(gradient)
+        found = rng_state(self._device)
+        set_rng_state(self._device, call.state.rng)
+        try:
+            entry.graph.replay()
+        finally:
+            set_rng_state(self._device, found)
+        self.replays += 1
+        results = [None if b is None else b.tensor.clone() for b in entry.results]
+        if entry.stretch is None:
+            return results
+        pieces = iter(entry.stretch.views(entry.stretch.flat.clone()))
+        absent = entry.layouts[len(results) :]
+        return results + [None if layout is None else next(pieces) for layout in absent]
+
+    # -- capturing -----------------------------------------------------------------------------
+
+    def _capture_forward(
+        self,
+        entry: _Forward,
+        call: BlockCall,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+    ) -> None:
+        assert call.state is not None
+        state, modules = call.state, call.block.modules
+        entry.inputs = [self._buffer("input", i, layout_of(t)) for i, t in enumerate(inputs)]
+        entry.arguments = [
+            (position, self._buffer("argument", position, layout_of(leaf)))
+            for position, leaf in enumerate(call.leaves)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        entry.results = [self._buffer("result", i, x) for i, x in enumerate(entry.outputs)]
+        static = self._static_call(entry, call)
+
+        def body() -> None:
+            with torch.enable_grad(), restored(state, modules, rng=False):
+                leaves = leaves_of([b.tensor for b in entry.inputs], wanted)
+                found = static.run(leaves, bound)
+            with torch.no_grad():
+                for buffer, tensor in zip(entry.results, found, strict=True):
+                    buffer.fill_always(tensor)
+
+        entry.graph = self._capture(body, call.block)
+        entry.refused = entry.graph is None
+
+    def _capture_backward(
+        self,
+        entry: _Backward,
+        forward: _Forward,
+        call: BlockCall,
+        wanted: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        count = len(forward.inputs)
+        entry.gradients = [
+            None if g is None else self._buffer("gradient", i, layout_of(g))
+            for i, g in enumerate(gradients)
+        ]
+        entry.results = [
+            None if layout is None else self._buffer("passed on", i, layout)
+            for i, layout in enumerate(entry.layouts[:count])
+        ]
+        trained = tuple(layout for layout in entry.layouts[count:] if layout is not None)
+        entry.stretch = self._stretch(trained)
+        static = self._static_call(forward, call)
+
+        def body() -> None:
+            found = differentiate(
+                static,
+                [buffer.tensor for buffer in forward.inputs],
+                wanted,
+                [None if buffer is None else buffer.tensor for buffer in entry.gradients],
+                rng=False,
+            )
+            for buffer, gradient in zip(entry.results, found[:count], strict=True):
+                if buffer is not None and gradient is not None:
+                    buffer.fill_always(gradient)
+            views = entry.stretch.views(entry.stretch.flat) if entry.stretch is not None else []
+            given = [gradient for gradient in found[count:] if gradient is not None]
+            for view, gradient in zip(views, given, strict=True):
+                view.copy_(gradient)
+
+        entry.graph = self._capture(body, call.block)
+        entry.refused = entry.graph is None
+
+    def _capture(self, body: Callable[[], None], block: Block) -> torch.cuda.CUDAGraph | None:
+        """Capture what ``body`` launches, or say once why it cannot be and return None.
+
+        Only this thread is watched for calls that a capture forbids, so a data loader's threads
+        may go on pinning memory. The collector waits: freeing a CUDA object would break it.
+        """
+        graph = torch.cuda.CUDAGraph()
+        found = rng_state(self._device)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    body()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except (RuntimeError, AssertionError) as error:
+            self._say_once("graph_capture_failed", block=block.name, reason=str(error)[:200])
+            return None
+        finally:
+            current.wait_stream(self._stream)
+            set_rng_state(self._device, found)
+            if collecting:
+                gc.enable()
+        return graph
+
+    def _static_call(self, entry: _Forward, call: BlockCall) -> BlockCall:
+        leaves = list(call.leaves)
+        for position, buffer in entry.arguments:
+            leaves[position] = buffer.tensor
+        return attrs.evolve(call, leaves=leaves)
+
+    def _buffer(self, role: str, index: int, layout: Layout | None) -> _Buffer:
+        assert layout is not None
+        layout = attrs.evolve(layout, wanted=False)
+        key = (role, index, layout)
+        if key not in self._buffers:
+            self._buffers[key] = _Buffer(layout, self._device)
+        return self._buffers[key]
+
+    def _stretch(self, layouts: tuple[Layout, ...]) -> _Stretch | None:
+        if not layouts:
+            return None
+        if layouts not in self._stretches:
+            pieces: list[tuple[int, int, Layout]] = []
+            end = 0
+            for layout in layouts:
+                nbytes = torch.Size(layout.shape).numel() * layout.dtype.itemsize
+                pieces.append((end, end + nbytes, layout))
+                end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            flat = torch.empty(end, dtype=torch.uint8, device=self._device)
+            self._stretches[layouts] = _Stretch(flat, tuple(pieces))
+        return self._stretches[layouts]
+
+    def _constants_of(self, block: Block) -> BlockConstants:
+        version, constants = self._constants.get(block, (-1, None))
+        if constants is None or version != block.version:
+            constants = BlockConstants(block)
+            self._constants[block] = (block.version, constants)
+        if constants.hooked():
+            self._say_once(
+                "block_runs_eagerly", block=block.name, reason="a module in it is hooked"
+            )
+        return constants
+
+    def _say_once(self, event: str, *, block: str, reason: str) -> None:
+        if event not in self._said:
+            self._said.add(event)
+            _log.warning(event, block=block, reason=reason)

@@ -1,0 +1,215 @@
+"""What a captured graph depends on, as a value: the key under which it may be replayed.
+
+[Note: What a graph bakes in]
+A captured graph repeats kernels with the addresses, shapes and constants that they had at capture.
+Whatever decides those is in the key, and a call whose key differs never meets the graph. Tensor
+arguments are copied into buffers of the graph's, so of them only the layout counts. Random numbers
+are not baked in: a replay takes them from the generator's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from poros_core.call_state import ambient
+from poros_runtimes.streamed.block import Block, BlockCall, IsolatedCache
+
+__all__ = ["BackwardKey", "BlockConstants", "ForwardKey", "Layout", "layout_of"]
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@frozen
+class Layout:
+    """How a tensor argument lies in memory.
+
+    Attributes:
+        shape: its shape.
+        stride: its strides, in elements.
+        dtype: its element type.
+        wanted: whether it wants a gradient.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: bool = False
+
+    @property
+    def compact(self) -> tuple[int, ...]:
+        """Its shape with every repeated dimension (stride 0) reduced to one."""
+        return tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
+
+
+@frozen
+class ForwardKey:
+    """Everything that a forward graph depends on; see [Note: What a graph bakes in].
+
+    Attributes:
+        layers: numbers of the layers that run.
+        inputs: layout of the hidden state and of what else carries gradients.
+        arguments: each other argument: a layout, a plain value, or a kind of cache.
+        structure: which arguments each layer was given.
+        parameters: identity, address, dtype and ``requires_grad`` of everything in the block that
+            does not stream.
+        flags: train/eval modes, autocast, adapters' switches and scaling, kernels allowed.
+        constants: dropout rates, merged adapters, attention implementation.
+    """
+
+    layers: tuple[int, ...]
+    inputs: tuple[Layout, ...]
+    arguments: tuple[object, ...]
+    structure: tuple[object, ...]
+    parameters: tuple[tuple[int, int, torch.dtype, bool], ...]
+    flags: tuple[object, ...]
+    constants: tuple[object, ...]
+
+
+@frozen
+class BackwardKey:
+    """What a backward graph depends on besides its forward's key.
+
+    Attributes:
+        gradients: layout of each gradient that came back; None where none did.
+        wanted: which inputs and parameters want gradients.
+        ambient: the state that the gradient kernels see.
+    """
+
+    gradients: tuple[Layout | None, ...]
+    wanted: tuple[bool, ...]
+    ambient: tuple[object, ...]
+
+
+class BlockConstants:
+    """The modules of a block whose settings end up in kernels, listed once."""
+
+    def __init__(self, block: Block) -> None:
+        modules = block.modules.modules
+        roots = set(map(id, block.roots))
+        self._dropouts: list[Any] = [m for m in modules if hasattr(m, "p") and _is_dropout(m)]
+        self._attentions: list[Any] = [m for m in modules if hasattr(m, "attention_dropout")]
+        self._tuners: list[Any] = block.modules.tuners
+        self._hooks = [
+            hooks
+            for module in modules
+            if id(module) not in roots
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+        ]
+        self._buffers = [(module, name) for module in modules for name in module._buffers]
+
+    def hooked(self) -> bool:
+        """Say whether the user hooked a module inside the block."""
+        anywhere: Any = torch.nn.modules.module
+        return any(self._hooks) or bool(anywhere._has_any_global_hook())
+
+    def read(self) -> tuple[object, ...]:
+        """Return the settings as they are now."""
+        return (
+            tuple(dropout.p for dropout in self._dropouts),
+            tuple(
+                (
+                    a.attention_dropout,
+                    getattr(getattr(a, "config", None), "_attn_implementation", 0),
+                )
+                for a in self._attentions
+            ),
+            tuple(bool(tuner.merged) for tuner in self._tuners),
+            tuple(
+                -1 if (buffer := module._buffers[name]) is None else buffer.data_ptr()
+                for module, name in self._buffers
+            ),
+        )
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def layout_of(tensor: torch.Tensor, *, wanted: bool = False) -> Layout | None:
+    """Return a tensor's layout, or None if a buffer cannot take its place.
+
+    A buffer can if the tensor is dense apart from repeated dimensions, and aligned as fresh
+    memory is: kernels choose by alignment.
+    """
+    layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, wanted)
+    aligned = tensor.data_ptr() % 16 == 0
+    return layout if aligned and _is_dense(layout) else None
+
+
+def _is_dense(layout: Layout) -> bool:
+    expected = 1
+    dims = [
+        (stride, size)
+        for size, stride in zip(layout.compact, layout.stride, strict=True)
+        if size != 1
+    ]
+    for stride, size in sorted(dims):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def forward_key(
+    call: BlockCall,
+    inputs: Sequence[torch.Tensor],
+    wanted: Sequence[bool],
+    constants: BlockConstants,
+) -> ForwardKey | None:
+    """Return the key of a call's forward, or None if it must run eagerly."""
+    assert call.state is not None
+    if call.shared or call.thread or constants.hooked() or torch.is_anomaly_enabled():
+        return None
+    layouts = [layout_of(t, wanted=w) for t, w in zip(inputs, wanted, strict=True)]
+    arguments = [_argument(leaf) for leaf in call.leaves]
+    if None in layouts or _EAGER in arguments:
+        return None
+    return ForwardKey(
+        call.layers,
+        tuple(layout for layout in layouts if layout is not None),
+        tuple(arguments),
+        call.structure,
+        tuple(
+            (id(param), param.data_ptr(), param.dtype, param.requires_grad)
+            for module, name in call.block.slots
+            if (param := module._parameters.get(name)) is not None
+        ),
+        call.state.flags,
+        constants.read(),
+    )
+
+
+def backward_key(
+    call: BlockCall, wanted: Sequence[bool], gradients: Sequence[torch.Tensor | None]
+) -> BackwardKey | None:
+    """Return the key of a call's backward, or None if it must run eagerly."""
+    assert call.state is not None
+    layouts = [None if g is None else layout_of(g) for g in gradients]
+    if any(g is not None and found is None for g, found in zip(gradients, layouts, strict=True)):
+        return None
+    return BackwardKey(tuple(layouts), tuple(wanted), ambient(call.state.device))
+
+
+class _Eager:
+    """An argument that no graph can take."""
+
+
+_EAGER = _Eager()
+
+
+def _argument(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return layout_of(leaf) or _EAGER
+    if isinstance(leaf, IsolatedCache):
+        return type(leaf.empty) if leaf.live is None else _EAGER
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else _EAGER
