@@ -10,7 +10,7 @@ from attrs import frozen
 from poros_core.errors import UnsupportedModelError
 from poros_core.family import Family
 from poros_core.plugins import Plugins, Registered, plugins
-from poros_core.status import Status, family_status
+from poros_core.status import GateRecord, Stack, Status, family_status, running_stack
 
 __all__ = ["Coverage", "FamilyInfo", "coverage", "installed_families"]
 
@@ -23,7 +23,10 @@ class FamilyInfo:
         name: the family's name.
         title: what a person calls it.
         model_types: the ``model_type`` values that it covers.
-        status: whether a gate record validates it.
+        status: whether a gate record validates it on the stack that runs here; without torch,
+            on any.
+        detail: on what the status rests, or what differs.
+        records: the key figures of every record that validates it on some stack.
         plugin: name of the plugin that offers it.
         distribution: the distribution that installed the plugin; None if registered by hand.
         version: that distribution's version, or None.
@@ -33,6 +36,8 @@ class FamilyInfo:
     title: str
     model_types: tuple[str, ...]
     status: Status
+    detail: str
+    records: tuple[GateRecord, ...]
     plugin: str
     distribution: str | None
     version: str | None
@@ -63,7 +68,8 @@ def installed_families(*, source: Plugins | None = None) -> list[FamilyInfo]:
         PluginError: a plugin is malformed, or two claim the same thing.
     """
     families = (source or plugins()).families
-    return sorted((_info(entry) for entry in families), key=lambda info: info.name)
+    running = running_stack()
+    return sorted((_info(entry, running) for entry in families), key=lambda info: info.name)
 
 
 def coverage(config: Mapping[str, Any], *, source: Plugins | None = None) -> Coverage:
@@ -81,15 +87,18 @@ def coverage(config: Mapping[str, Any], *, source: Plugins | None = None) -> Cov
         entry = (source or plugins()).family_for(config)
     except UnsupportedModelError as error:
         return Coverage(model_type=model_type, family=None, reason=str(error))
-    return Coverage(model_type=model_type, family=_info(entry), reason=None)
+    return Coverage(model_type=model_type, family=_info(entry, running_stack()), reason=None)
 
 
-def _info(entry: Registered[Family]) -> FamilyInfo:
+def _info(entry: Registered[Family], running: Stack | None) -> FamilyInfo:
+    status = family_status(entry.value.name, running=running)
     return FamilyInfo(
         name=entry.value.name,
         title=entry.value.title,
         model_types=entry.value.model_types,
-        status=family_status(entry.value.name),
+        status=status.word,
+        detail=status.detail,
+        records=status.records,
         plugin=entry.plugin,
         distribution=entry.distribution,
         version=entry.version,

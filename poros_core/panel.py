@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from poros_core.determinism import is_deterministic
 from poros_core.family import Family
 from poros_core.plan import base_model_of
 from poros_core.settings import Settings
-from poros_core.status import family_status
+from poros_core.status import family_status, running_stack
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,13 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["panel_lines", "print_panel"]
 
+_PLAIN = "bf16"
+"""Name of the codec of weights that are computed with as they are stored, whatever their dtype."""
+_DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}
+
 
 def panel_lines(
     model: nn.Module, *, family: Family, plan: BlockPlan, settings: Settings
 ) -> list[tuple[str, str]]:
     """Return the panel as (label, text) pairs. Every text is computed from the model."""
     config: Any = base_model_of(model).config
-    precision = plan.codec.title
+    precision = _precision(plan)
+    status = family_status(family.name, running=running_stack(plan.device))
     if is_deterministic(plan.device):
         guarantee = f"bitwise parity ({precision}, deterministic)"
     else:
@@ -37,14 +43,32 @@ def panel_lines(
     return [
         ("model", getattr(config, "_name_or_path", "") or type(base_model_of(model)).__name__),
         ("model_type", config.model_type),
-        ("architecture", str(family_status(family.name))),
+        ("architecture", str(status)),
         ("adapter", f"{adapter_name(model)} (experimental)"),
         ("precision", precision),
         *_towers(plan),
-        ("stack", "not checked (run poros gate)"),
+        (
+            "stack",
+            "not checked (run poros gate)"
+            if status.record is None
+            else f"matches the record {status.record.file}",
+        ),
         ("block_size", str(settings.block_size)),
         ("guarantee", guarantee),
     ]
+
+
+def _precision(plan: BlockPlan) -> str:
+    """Return the base's precision; of weights that are not quantised, the dtype of most bytes."""
+    if plan.codec.name != _PLAIN:
+        return plan.codec.title
+    nbytes: Counter[str] = Counter()
+    for unit in plan.units():
+        for ref in unit.refs:
+            tensor = ref.get()
+            nbytes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    [(dtype, _)] = nbytes.most_common(1)
+    return _DTYPES.get(dtype, dtype)
 
 
 def _towers(plan: BlockPlan) -> list[tuple[str, str]]:

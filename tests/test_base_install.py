@@ -115,7 +115,7 @@ def copy_of_the_source(folder: Path) -> Path:
         symlinks=True,
         ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests"),
     )
-    record = {"kind": "training-parity", "family": "qwen2", "verdict": "exact"}
+    record = {"kind": "training-parity", "family": "qwen3", "verdict": "exact", "shape": "9b"}
     validation = folder / "docs" / "validation"
     validation.mkdir(parents=True, exist_ok=True)
     (validation / "planted.json").write_text(json.dumps({**record, "stack": {"gpu": "a GPU"}}))
@@ -146,6 +146,7 @@ def test_a_real_environment_without_torch(model: Path, tmp_path: Path) -> None:
     assert not installed & {"torch", "transformers", "peft", "bitsandbytes", "safetensors"}
     run("python", "-c", "import poros; poros.PorosError")
     assert "check" in run("poros", "--help")
-    families = json.loads(run("poros", "list-families", "--json"))
-    assert {family["name"]: family["status"] for family in families}["qwen2"] == "validated"
+    families = {f["name"]: f for f in json.loads(run("poros", "list-families", "--json"))}
+    assert families["qwen3"]["status"] == "validated"
+    assert "planted.json" in [record["file"] for record in families["qwen3"]["records"]]
     assert "supported by family qwen2" in run("poros", "check", str(model))

@@ -56,6 +56,5 @@ def _as_text(model: str, result: Coverage) -> Text:
     info = result.family
     return Text.assemble(
         (f"{model}: supported", "green"),
-        f" by family {info.name} ({info.title}), which is {info.status}",
-        " (a gate record shows parity)." if info.status == "validated" else " (no gate record).",
+        f" by family {info.name} ({info.title}), which is {info.status} ({info.detail}).",
     )

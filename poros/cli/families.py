@@ -7,6 +7,7 @@ from typing import Annotated
 import attrs
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from poros.cli.output import console, print_json, status_text
 from poros_core.catalog import FamilyInfo, installed_families
@@ -32,8 +33,12 @@ def list_families(
         out.print("No family is installed.")
         return
     out.print(_table(families))
-    if any(info.status == "experimental" for info in families):
-        out.print("[dim]experimental: no committed gate record shows parity on a GPU yet[/dim]")
+    for info in families:
+        if info.records:
+            line = f"{info.name}: {info.status} ({info.detail})"
+            out.print(Text(line, style="dim"), soft_wrap=True)
+    if any(not info.records for info in families):
+        out.print("[dim]others: experimental (no gate record shows parity on a GPU yet)[/dim]")
 
 
 def _table(families: list[FamilyInfo]) -> Table:

@@ -21,6 +21,7 @@ def stack_of(device: torch.device) -> dict[str, str | None]:
     cuda = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "compute_capability": _capability(device) if cuda else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if cuda
         else None,
@@ -32,6 +33,11 @@ def stack_of(device: torch.device) -> dict[str, str | None]:
         "poros": _version("poros-train"),
         "poros_commit": _commit(),
     }
+
+
+def _capability(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}.{minor}"
 
 
 def _version(distribution: str) -> str | None:
