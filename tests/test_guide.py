@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import pytest
 import typer
+import yaml
 from conftest import PluginSite
 
 from poros.cli import app
@@ -202,3 +203,22 @@ def test_links_on_a_page_lead_somewhere(page: Path) -> None:
             continue
         assert (page.parent / path).exists(), link
         assert path or anchor in headings, link
+
+
+def test_notes_that_the_design_names_are_in_the_source() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("poros_*/**/*.py"))
+    named = re.findall(r"\[Note: [^\]]+\]", (ROOT / "docs" / "design.md").read_text("utf-8"))
+    assert len(set(named)) >= 8
+    for note in named:
+        assert f"\n{note}\n" in inspect.cleandoc(source) or f" {note}\n" in source, note
+
+
+def test_the_request_form_asks_for_what_a_family_needs() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/architecture-request.yml").read_text())
+    fields = {entry["id"]: entry for entry in form["body"] if "id" in entry}
+    required = {name for name, f in fields.items() if f.get("validations", {}).get("required")}
+    assert {"model", "model-type", "check", "config", "transformers", "kind"} <= required
+    assert {"layers", "crosses", "tiny"} <= set(fields)
+    for entry in form["body"]:
+        assert entry["type"] in {"markdown", "input", "textarea", "dropdown", "checkboxes"}
+        assert entry["type"] == "markdown" or entry["attributes"]["label"]
