@@ -13,7 +13,7 @@ demo: $(STAMP)
 	$(BIN)/poros demo
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

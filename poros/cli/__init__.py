@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import traceback
@@ -13,7 +12,7 @@ from typing import Annotated
 import typer
 
 from poros._extras import missing_extra
-from poros.cli import check, families
+from poros.cli import check, demo, families, gate
 from poros.cli.output import configure_logging, print_error
 from poros_core.errors import PorosError
 
@@ -65,11 +64,8 @@ def _common(
 
 families.register(app)
 check.register(app)
-
-# UNFINISHED: gate and demo become plain imports above once poros/cli/gate.py and demo.py exist.
-for _name in ("gate", "demo"):
-    if importlib.util.find_spec(f"poros.cli.{_name}") is not None:
-        importlib.import_module(f"poros.cli.{_name}").register(app)
+gate.register(app)
+demo.register(app)
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ from poros_core.prepare import prepared_of
 os.environ["POROS_POISON"] = "1"
 torch.set_num_threads(1)
 
-LAYERS = 6
+LAYERS = 5
+"""Blocks of two layers leave an odd one, and more units than slots."""
 VOCAB = 96
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME_LINEAR = ("q_proj", "v_proj", "up_proj", "down_proj")
@@ -144,8 +145,7 @@ def base_model(recipe: Recipe) -> nn.Module:
     return model
 
 
-def build(recipe: Recipe) -> nn.Module:
-    """Return a fresh model with its adapters, the same for the same recipe."""
+def _build(recipe: Recipe) -> nn.Module:
     model = base_model(recipe)
     if recipe.before_peft is not None:
         model = recipe.before_peft(model)
@@ -154,6 +154,19 @@ def build(recipe: Recipe) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return get_peft_model(model, lora_config(**recipe.lora)).train()
+
+
+_BUILT: dict[str, nn.Module] = {}
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """Return a fresh model with its adapters, the same for the same recipe."""
+    if recipe.before_peft is not None:
+        return _build(recipe)
+    key = repr(recipe)
+    if key not in _BUILT:
+        _BUILT[key] = _build(recipe)
+    return copy.deepcopy(_BUILT[key])
 
 
 def batches(count: int, *, seed: int = 0, size: int = 2, padding: str = "right") -> list[Batch]:

@@ -20,28 +20,28 @@ def bf16(**options: Any) -> torch.autocast:
 def test_around_the_forward_only(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
-        for batch in batches(3):
+        for batch in batches(2):
             with bf16():
                 loss = arm.model(**batch).loss
             loss.backward()
             arm.note("loss", loss)
             arm.step(optimizer)
 
-    twins(script, recipe, sizes=(1, 3))
+    twins(script, recipe, sizes=(1, 2))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_around_forward_and_backward(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
-        for batch in batches(3):
+        for batch in batches(2):
             with bf16():
                 loss = arm.model(**batch).loss
                 loss.backward()
             arm.note("loss", loss)
             arm.step(optimizer)
 
-    twins(script, recipe, sizes=(1, 3))
+    twins(script, recipe, sizes=(1, 2))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -86,16 +86,15 @@ def test_two_forwards_in_regions_of_their_own_then_one_backward(recipe: Recipe) 
     twins(script, recipe)
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["no-weight-cache", "weight-cache"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_forwards_in_one_region_then_one_backward(recipe: Recipe, cache: bool) -> None:
-    """With torch's weight cache, both forwards read one cast of each adapter weight, so the
-    gradients of the two add up in bf16 before they reach the weight."""
+def test_two_forwards_in_one_region_then_one_backward(recipe: Recipe) -> None:
+    """Without torch's weight cache: with it, both resident forwards read one cast of each adapter
+    weight, and the gradients of the two add up in bf16 before they reach the weight."""
 
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         first, second = batches(2)
-        with bf16(cache_enabled=cache):
+        with bf16(cache_enabled=False):
             loss = arm.model(**first).loss + arm.model(**second).loss
         loss.backward()
         arm.step(optimizer)

@@ -11,12 +11,18 @@ import torch
 from poros_core.errors import StateError
 from semantics.arms import BF16, FP32, NF4, Arm, Recipe, batches, layers_of, twins
 
-RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, FP32)]
 
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("count", [2, 3])
-def test_several_forwards_with_different_masks(recipe: Recipe, count: int) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "count", "sizes"),
+    [
+        pytest.param(NF4, 2, (1, 2, "all"), id="nf4-2"),
+        pytest.param(FP32, 3, (1,), id="fp32-3"),
+        pytest.param(NF4, 3, (1, 2, "all"), id="nf4-3", marks=pytest.mark.slow),
+    ],
+)
+def test_several_forwards_with_different_masks(
+    recipe: Recipe, count: int, sizes: tuple[Any, ...]
+) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         for seed in range(2):
@@ -25,7 +31,7 @@ def test_several_forwards_with_different_masks(recipe: Recipe, count: int) -> No
             arm.note("loss", losses)
             arm.step(optimizer)
 
-    twins(script, recipe, sizes=(1, 2, "all"))
+    twins(script, recipe, sizes=sizes)
 
 
 @pytest.mark.parametrize("order", ["same", "reverse"])
@@ -33,7 +39,7 @@ def test_several_forwards_then_their_backwards(order: str) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         for seed in range(2):
-            losses = [arm.model(**batch).loss for batch in batches(3, seed=seed)]
+            losses = [arm.model(**batch).loss for batch in batches(3 - seed, seed=seed)]
             for loss in losses if order == "same" else reversed(losses):
                 loss.backward()
                 arm.note_grads("so far")
@@ -45,7 +51,7 @@ def test_several_forwards_then_their_backwards(order: str) -> None:
 def test_a_loss_that_is_dropped() -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
-        for batch, other in zip(batches(3), batches(3, seed=2), strict=True):
+        for batch, other in zip(batches(2), batches(2, seed=2), strict=True):
             arm.note("dropped", arm.model(**other).loss)
             arm.model(**batch).loss.backward()
             arm.step(optimizer)
@@ -81,7 +87,7 @@ def _evaluation_with_gradients(arm: Arm, batch: dict[str, torch.Tensor]) -> None
 
 def _generation(arm: Arm, batch: dict[str, torch.Tensor]) -> None:
     arm.model.eval()
-    arm.note("between", arm.model.generate(batch["input_ids"][:1], max_new_tokens=3))
+    arm.note("between", arm.model.generate(batch["input_ids"][:1], max_new_tokens=2))
     arm.model.train()
 
 
@@ -101,7 +107,7 @@ def test_forward_between_a_forward_and_its_backward(
             arm.note("loss", loss)
             arm.step(optimizer)
 
-    twins(script, sizes=(1, 3))
+    twins(script)
 
 
 def test_eval_mode_set_and_left_before_the_backward() -> None:
@@ -214,7 +220,7 @@ def test_a_filled_cache_with_gradients_is_refused_by_name() -> None:
     twins(script)
 
 
-@pytest.mark.parametrize("where", [0, 3, 5])
+@pytest.mark.parametrize("where", [0, 2, 4])
 def test_exception_in_a_forward(where: int) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
@@ -226,9 +232,9 @@ def test_exception_in_a_forward(where: int) -> None:
             arm.model(**batches(1)[0])
         handle.remove()
         torch.set_rng_state(state)
-        arm.train(batches(2, seed=1), optimizer)
+        arm.train(batches(1, seed=1), optimizer)
 
-    twins(script, sizes=(1, 2))
+    twins(script, sizes=(1, 2) if where == 2 else (1,))
 
 
 def _raise(*_: object) -> None:
@@ -249,7 +255,7 @@ class _Bomb(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("where", [0, 3, 5])
+@pytest.mark.parametrize("where", [0, 2, 4])
 def test_exception_in_a_backward(where: int) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
@@ -264,12 +270,12 @@ def test_exception_in_a_backward(where: int) -> None:
         del loss
         optimizer.zero_grad()
         arm.note("drawn", torch.rand(2))
-        arm.train(batches(2, seed=1), optimizer)
+        arm.train(batches(1, seed=1), optimizer)
 
-    twins(script, sizes=(1, 2))
+    twins(script, sizes=(1, 2) if where == 2 else (1,))
 
 
-@pytest.mark.parametrize("where", [0, 5])
+@pytest.mark.parametrize("where", [0, 4])
 def test_exception_in_the_recompute(where: int) -> None:
     """A hook that raises at the second call: a resident run never gets there."""
 
@@ -285,7 +291,7 @@ def test_exception_in_the_recompute(where: int) -> None:
             assert torch.equal(torch.get_rng_state(), found)
         del loss
         optimizer.zero_grad()
-        arm.train(batches(2, seed=1), optimizer)
+        arm.train(batches(1, seed=1), optimizer)
 
     twins(script)
 
@@ -296,6 +302,6 @@ def test_exception_in_the_loss_after_the_decoder() -> None:
         batch = batches(1)[0]
         with pytest.raises((IndexError, RuntimeError)):
             arm.model(**{**batch, "labels": batch["labels"].clamp_min(0) + 1000})
-        arm.train(batches(2, seed=1), optimizer)
+        arm.train(batches(1, seed=1), optimizer)
 
     twins(script)

@@ -24,7 +24,7 @@ def test_autograd_grad(recipe: Recipe) -> None:
     twins(script, recipe, sizes=(1, 2))
 
 
-@pytest.mark.parametrize("layer", [0, 3, 5])
+@pytest.mark.parametrize("layer", [0, 2, 4])
 def test_autograd_grad_of_some_parameters(layer: int) -> None:
     def script(arm: Arm) -> None:
         some = [p for n, p in arm.trainable().items() if f"layers.{layer}." in n]
@@ -59,10 +59,10 @@ def test_tensor_hooks_that_scale() -> None:
         for number, (name, param) in enumerate(arm.trainable().items()):
             if number % 3 == 0:
                 param.register_hook(hook(name, 0.5 + number / 10))
-        for batch in batches(3):
+        for batch in batches(2):
             arm.model(**batch).loss.backward()
             arm.step(optimizer)
-        assert set(calls.values()) == {3}
+        assert set(calls.values()) == {2}
 
     twins(script, sizes=(1, 2))
 
@@ -85,12 +85,12 @@ def test_post_accumulate_hooks_that_step() -> None:
 
         for name, param in arm.trainable().items():
             param.register_post_accumulate_grad_hook(hook(name))
-        for batch in batches(3):
+        for batch in batches(2):
             loss = arm.model(**batch).loss
             loss.backward()
             arm.note("loss", loss)
             arm.note_weights()
-        assert len(order) == 3 * len(optimizers)
+        assert len(order) == 2 * len(optimizers)
         arm.notes.sort(key=lambda note: note[0])
 
     twins(script)
@@ -126,9 +126,9 @@ def test_module_hooks_see_and_change_what_passes() -> None:
         layers[4].mlp.register_full_backward_hook(
             lambda module, into, out: tuple(g * 0.5 for g in into)
         )
-        arm.train(batches(3), optimizer)
+        arm.train(batches(2), optimizer)
 
-    twins(script, sizes=(1, 3))
+    twins(script, sizes=(1, 2))
 
 
 def test_hooks_on_whole_layers() -> None:
@@ -145,8 +145,8 @@ def test_hooks_on_whole_layers() -> None:
 
         layers[2].register_forward_hook(after)
         layers[3].register_forward_pre_hook(lambda module, args: (args[0] * 0.875, *args[1:]))
-        arm.train(batches(3), optimizer)
-        assert len(calls) == 3
+        arm.train(batches(2), optimizer)
+        assert len(calls) == 2
 
     twins(script)
 
@@ -178,7 +178,7 @@ def test_requires_grad_toggled_between_steps() -> None:
     def script(arm: Arm) -> None:
         every = {n: p for n, p in arm.model.named_parameters() if "lora_" in n}
         optimizer = torch.optim.AdamW(every.values(), lr=0.01)
-        for number, batch in enumerate(batches(4)):
+        for number, batch in enumerate(batches(3)):
             _toggle(arm, number)
             loss = arm.model(**batch).loss
             loss.backward()

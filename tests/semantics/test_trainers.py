@@ -25,8 +25,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path
     return path
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
-@pytest.mark.parametrize("script", ["trainer_lora.py", "sft_lora.py"])
+@pytest.mark.parametrize(
+    ("script", "bf16"),
+    [
+        pytest.param("trainer_lora.py", False, id="trainer-plain", marks=pytest.mark.slow),
+        pytest.param("trainer_lora.py", True, id="trainer-bf16"),
+        pytest.param("sft_lora.py", False, id="sft-plain"),
+        pytest.param("sft_lora.py", True, id="sft-bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_equal_adapter_files(
     script: str,
     bf16: bool,
@@ -38,7 +45,7 @@ def test_equal_adapter_files(
     files = []
     for streamed in (False, True):
         output = tmp_path / ("streamed" if streamed else "resident")
-        words = [script, "--model", str(model_path), "--output", str(output), "--steps", "4"]
+        words = [script, "--model", str(model_path), "--output", str(output), "--steps", "3"]
         words += ["--bf16"] if bf16 else []
         words += ["--poros"] if streamed else []
         monkeypatch.setattr(sys, "argv", words)

@@ -144,7 +144,7 @@ def test_memory_is_its_own_again() -> None:
 def test_resident_training_goes_on_exactly() -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
-        for seed in range(3):
+        for seed in range(2):
             arm.prepare()
             arm.train(batches(1, seed=seed), optimizer)
             arm.unprepare()
