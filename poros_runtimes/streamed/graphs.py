@@ -16,6 +16,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import attrs
 import torch
@@ -35,7 +36,7 @@ from poros_runtimes.streamed.signature import (
     layout_of,
 )
 
-__all__ = ["GraphExecutor"]
+__all__ = ["Capturer", "CudaCapturer", "GraphExecutor", "Replayable"]
 
 _log = get_logger("graphs")
 
@@ -45,6 +46,62 @@ for longest goes first. A graph takes about 3 MB of device memory outside the al
 
 _ALIGNMENT = 512
 """Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
+
+
+class Replayable(Protocol):
+    """Something captured that can be run again."""
+
+    def replay(self) -> None:
+        """Run the captured kernels on the current stream."""
+        ...
+
+
+class Capturer(Protocol):
+    """Turns work into something that can be replayed."""
+
+    def capture(self, body: Callable[[], None]) -> Replayable:
+        """Capture what ``body`` launches, without running it.
+
+        Raises:
+            RuntimeError: something in it cannot be captured.
+        """
+        ...
+
+
+class CudaCapturer:
+    """Captures CUDA graphs, all in one pool; see [Note: Graphs and memory]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, body: Callable[[], None]) -> Replayable:
+        """Capture on a stream of its own; see ``Capturer``.
+
+        Only this thread is watched for calls that a capture forbids, so a data loader's threads
+        may go on pinning memory. The collector waits: freeing a CUDA object would break it.
+        """
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    body()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            current.wait_stream(self._stream)
+            if collecting:
+                gc.enable()
+        return graph
 
 
 class _Buffer:
@@ -94,7 +151,7 @@ class _Forward:
 
     outputs: list[Layout]
     differentiable: list[bool]
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Replayable | None = None
     inputs: list[_Buffer] = field(factory=list, repr=False)
     arguments: list[tuple[int, _Buffer]] = field(factory=list, repr=False)
     results: list[_Buffer] = field(factory=list, repr=False)
@@ -107,7 +164,7 @@ class _Backward:
     """A block's backward: seen once, captured, or refused."""
 
     layouts: list[Layout | None]
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Replayable | None = None
     gradients: list[_Buffer | None] = field(factory=list, repr=False)
     results: list[_Buffer | None] = field(factory=list, repr=False)
     stretch: _Stretch | None = field(default=None, repr=False)
@@ -117,12 +174,20 @@ class _Backward:
 class GraphExecutor:
     """Replays what it has captured; everything else runs eagerly."""
 
-    def __init__(self, eager: EagerExecutor, device: torch.device) -> None:
+    def __init__(
+        self, eager: EagerExecutor, device: torch.device, capturer: Capturer | None = None
+    ) -> None:
+        """Make an executor that has captured nothing yet.
+
+        Args:
+            eager: runs what is not captured.
+            device: the compute device.
+            capturer: None means CUDA graphs.
+        """
         self.replays = 0
         self._eager = eager
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._capturer = CudaCapturer(device) if capturer is None else capturer
         self._buffers: dict[tuple[str, int, Layout], _Buffer] = {}
         self._stretches: dict[tuple[Layout, ...], _Stretch] = {}
         self._seen: dict[Block, OrderedDict[ForwardKey, _Forward]] = {}
@@ -299,37 +364,16 @@ class GraphExecutor:
         entry.graph = self._capture(body, call.block)
         entry.refused = entry.graph is None
 
-    def _capture(self, body: Callable[[], None], block: Block) -> torch.cuda.CUDAGraph | None:
-        """Capture what ``body`` launches, or say once why it cannot be and return None.
-
-        Only this thread is watched for calls that a capture forbids, so a data loader's threads
-        may go on pinning memory. The collector waits: freeing a CUDA object would break it.
-        """
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, body: Callable[[], None], block: Block) -> Replayable | None:
+        """Capture what ``body`` launches, or say once why it cannot be and return None."""
         found = rng_state(self._device)
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        collecting = gc.isenabled()
-        gc.disable()
         try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    body()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+            return self._capturer.capture(body)
         except (RuntimeError, AssertionError) as error:
             self._say_once("graph_capture_failed", block=block.name, reason=str(error)[:200])
             return None
         finally:
-            current.wait_stream(self._stream)
             set_rng_state(self._device, found)
-            if collecting:
-                gc.enable()
-        return graph
 
     def _static_call(self, entry: _Forward, call: BlockCall) -> BlockCall:
         leaves = list(call.leaves)

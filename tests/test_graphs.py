@@ -1,0 +1,260 @@
+"""The graph executor, with a capturer that runs the captured function again instead of a graph.
+
+What it checks holds on any device: which calls are replayed, that buffers are filled and emptied
+right, that random numbers are those of the eager run, and that nothing stays alive. On a CUDA
+device the same scripts run with real graphs too.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import poros
+from poros_core.prepare import prepared_of
+from poros_families.qwen2 import QWEN2
+from poros_runtimes.streamed.graphs import GraphExecutor
+
+CPU = torch.device("cpu")
+DEVICES = [
+    CPU,
+    pytest.param(
+        torch.device("cuda"),
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+class Again:
+    """Runs the captured function again, as a graph's replay runs its kernels."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self.replay = body
+
+
+class FunctionCapturer:
+    def __init__(self, *, fails: int = 0) -> None:
+        self.captured = 0
+        self._fails = fails
+
+    def capture(self, body: Callable[[], None]) -> Again:
+        if self._fails:
+            self._fails -= 1
+            torch.rand(7)
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured += 1
+        return Again(body)
+
+
+def make(device: torch.device = CPU, *, fails: int = 0, graphs: bool = True) -> Any:
+    torch.manual_seed(0)
+    settings = {k: v for k, v in QWEN2.shapes["tiny"].items() if k != "model_type"}
+    config = Qwen2Config(**{**settings, "attention_dropout": 0.1})
+    base = AutoModelForCausalLM.from_config(config)
+    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+    model: Any = get_peft_model(base, lora).train()
+    poros.prepare(model, verbose=False, device=device, graphs="auto" if graphs else "off")
+    if graphs and device.type == "cpu":
+        handle = handle_of(model)
+        handle._graphs = GraphExecutor(handle._eager, CPU, FunctionCapturer(fails=fails))
+        handle._executor = handle._graphs
+    return model
+
+
+def handle_of(model: Any) -> Any:
+    prepared = prepared_of(model)
+    assert prepared is not None
+    return prepared.handle
+
+
+def batch(seed: int, device: torch.device, *, length: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 96, (2, length), generator=generator).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, : 1 + seed % 4] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def plain(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    loss = model(**batch(step, device)).loss
+    loss.backward()
+    return [loss.detach()]
+
+
+def accumulated(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    losses = []
+    for part in range(2):
+        loss = model(**batch(2 * step + part, device)).loss / 2
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def two_forwards(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    first = model(**batch(step, device)).loss
+    second = model(**batch(step + 50, device)).loss
+    (first + 2 * second).backward()
+    return [first.detach(), second.detach()]
+
+
+def autocast(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = model(**batch(step, device)).loss
+    loss.backward()
+    return [loss.detach()]
+
+
+def autocast_around_both(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = model(**batch(step, device)).loss
+        loss.backward()
+    return [loss.detach()]
+
+
+def lengths(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    loss = model(**batch(step, device, length=8 + 4 * (step % 3))).loss
+    loss.backward()
+    return [loss.detach()]
+
+
+def rates_change(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1 + 0.1 * (step // 2)
+    return plain(model, step, device)
+
+
+def evaluated_between(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    loss = model(**batch(step, device)).loss
+    model.eval()
+    with torch.no_grad():
+        logits = model(**batch(step + 9, device)).logits
+    model.train()
+    loss.backward()
+    return [loss.detach(), logits]
+
+
+Script = Callable[[Any, int, torch.device], list[torch.Tensor]]
+SCRIPTS: list[Script] = [
+    plain, accumulated, two_forwards, autocast, autocast_around_both, lengths, rates_change,
+    evaluated_between,
+]  # fmt: skip
+
+
+def run(model: Any, script: Script, device: torch.device, *, steps: int = 6) -> list[torch.Tensor]:
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    torch.manual_seed(5)
+    found: list[torch.Tensor] = []
+    for step in range(steps):
+        found += script(model, step, device)
+        found += [p.grad.clone() for p in params]
+        found.append(torch.nn.utils.clip_grad_norm_(params, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(p.detach().clone() for p in params), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_replays_equal_the_eager_run(script: Script, device: torch.device) -> None:
+    eager = run(make(device, graphs=False), script, device)
+    model = make(device)
+    replayed = run(model, script, device)
+    assert handle_of(model).counters()["graph_replays"] > 0
+    assert len(eager) == len(replayed)
+    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+
+
+def test_a_call_is_captured_at_its_second_sight() -> None:
+    model = make()
+    handle = handle_of(model)
+    counts = []
+    for step in range(4):
+        plain(model, 4 * step, CPU)
+        counts.append((handle.counters()["graph_replays"], handle.counters()["eager_blocks"]))
+    assert counts == [(0, 8), (8, 8), (16, 8), (24, 8)]
+    assert handle._graphs._capturer.captured == 8
+
+
+def test_a_failed_capture_runs_eagerly_says_so_once_and_keeps_the_random_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    eager = run(make(graphs=False), plain, CPU)
+    model = make(fails=100)
+    with caplog.at_level("WARNING", logger="poros.graphs"):
+        found = run(model, plain, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    assert handle_of(model).counters()["graph_replays"] == 0
+    said = [r for r in caplog.records if "graph_capture_failed" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_old_signatures_are_dropped() -> None:
+    model = make()
+    for length in (6, 8, 10, 12, 14, 16):
+        for _ in range(2):
+            model(**batch(0, CPU, length=length)).loss.backward()
+    seen = handle_of(model)._graphs._seen
+    assert all(len(entries) == 4 for entries in seen.values())
+
+
+def test_gradients_handed_out_are_not_the_graphs_own() -> None:
+    model = make()
+    params = [p for p in model.parameters() if p.requires_grad]
+    for _ in range(2):
+        model(**batch(0, CPU)).loss.backward()
+        first = [p.grad for p in params]
+        kept = [g.clone() for g in first]
+        for p in params:
+            p.grad = None
+    model(**batch(1, CPU)).loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_nothing_of_a_step_stays_alive() -> None:
+    model = make()
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            loss = model(**batch(0, CPU)).loss
+            loss.backward()
+            optimizer.step()
+            grads = [weakref.ref(p.grad.untyped_storage()) for p in params]
+            graph = weakref.ref(loss)
+            optimizer.zero_grad()
+            del loss
+        assert graph() is None
+        alive = _live_bytes()
+        for _ in range(3):
+            loss = model(**batch(0, CPU)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+        assert _live_bytes() == alive
+    finally:
+        gc.enable()
+    assert grads
+
+
+def _live_bytes() -> int:
+    """Return the bytes of all tensors that Python can reach, each storage once."""
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor:
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
