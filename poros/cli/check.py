@@ -8,7 +8,7 @@ import attrs
 import typer
 from rich.text import Text
 
-from poros.cli.output import console, print_json
+from poros.cli.output import print_json, print_line
 from poros_core.catalog import Coverage, coverage
 from poros_core.configs import read_config
 
@@ -35,7 +35,7 @@ def check(
     if json_output:
         print_json(_as_json(model, result))
     else:
-        console().print(_as_text(model, result), soft_wrap=True)
+        print_line(_as_text(model, result))
     if result.family is None:
         raise typer.Exit(NOT_SUPPORTED)
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from poros.cli.output import console, print_json, status_text
+from poros.cli.output import console, print_json, print_line, status_text
 from poros_core.catalog import FamilyInfo, installed_families
 
 __all__ = ["register"]
@@ -35,8 +35,7 @@ def list_families(
     out.print(_table(families))
     for info in families:
         if info.records:
-            line = f"{info.name}: {info.status} ({info.detail})"
-            out.print(Text(line, style="dim"), soft_wrap=True)
+            print_line(Text(f"{info.name}: {info.status} ({info.detail})", style="dim"))
     if any(not info.records for info in families):
         out.print("[dim]others: experimental (no gate record shows parity on a GPU yet)[/dim]")
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["configure_logging", "console", "print_error", "print_json", "status_text"]
+__all__ = ["configure_logging", "console", "print_error", "print_json", "print_line", "status_text"]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -22,6 +22,12 @@ def print_error(message: str) -> None:
     """Print one red paragraph on standard error."""
     out = console(stderr=True)
     out.print(Text(f"Error: {message}", style="red"), soft_wrap=not out.is_terminal)
+
+
+def print_line(line: Text) -> None:
+    """Print one line on standard output: wrapped between words on a terminal, whole elsewhere."""
+    out = console()
+    out.print(line, soft_wrap=not out.is_terminal)
 
 
 def print_json(value: Any) -> None:
