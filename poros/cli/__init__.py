@@ -56,7 +56,10 @@ def _common(
         LogLevel.WARNING
     ),
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     configure_logging(log_level.value)

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 def check(
     model: Annotated[str, typer.Argument(help="A local folder, a config.json, or a Hub id.")],
     revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> None:
     """Say whether a model is supported. Reads its config.json and nothing else.
 

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_families(
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> None:
     """List the model families that are installed."""
     families = installed_families()

@@ -105,7 +105,8 @@ def gate(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")
     ] = None,
     plant_fault: Annotated[
-        bool, typer.Option("--plant-fault", help="Flip one bit of a streamed weight first.")
+        bool,
+        typer.Option("--plant-fault", metavar="", help="Flip one bit of a streamed weight first."),
     ] = False,
 ) -> None:
     """Train resident and streamed side by side, and compare them bit for bit at every step.
