@@ -41,7 +41,8 @@ def load(
     """Load a model for training with its frozen base in host memory.
 
     Add adapters with PEFT, then call ``poros.prepare``. On CUDA the base is page-locked and the
-    device reads it in place, so adapters are created on the compute device.
+    device reads it in place, so adapters are created on the compute device. Every parameter comes
+    frozen.
 
     Args:
         model_id_or_path: a folder, or a hub id.
@@ -50,7 +51,8 @@ def load(
             is Transformers' own way and holds the whole base there for a moment; ``"auto"`` is
             streamed, and standard only for a named reason, which it reports.
         device: where the model will compute; None means CUDA if there is any.
-        dtype: dtype of what is not quantised; None means bf16 for NF4, else the checkpoint's.
+        dtype: dtype of what is not quantised; None means the checkpoint's own for NF4, and bf16
+            for ``precision="bf16"``.
         quantization_config: a ``BitsAndBytesConfig``; None means NF4 with bf16 compute.
         revision: branch, tag or commit of a hub model.
         token: the hub's access token.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +99,11 @@ def print_panel(model: nn.Module, *, family: Family, plan: BlockPlan, settings: 
     lines = panel_lines(model, family=family, plan=plan, settings=settings)
     text = Text("Poros prepared model\n", style="bold")
     width = max(16, *(len(label) for label, _ in lines))
+    out = Console()
+    room = max(20, out.width - width - 2) if out.is_terminal else sys.maxsize
     for label, value in lines:
-        text.append(f"{label:>{width}}  ", style="dim")
-        text.append(f"{value}\n", style="default")
-    Console().print(text, end="", soft_wrap=True)
+        parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        for number, part in enumerate(parts):
+            text.append(f"{'' if number else label:>{width}}  ", style="dim")
+            text.append(f"{part}\n", style="default")
+    out.print(text, end="", soft_wrap=True)

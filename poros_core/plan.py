@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from poros_core.errors import PluginError, PrepareError
+from poros_core.errors import PluginError, PrepareError, StateError
 from poros_core.family import Family
 from poros_core.protocols import TensorRef, WeightCodec
 
@@ -38,10 +38,21 @@ class Unit:
 
         PEFT's dequantisation does so on a CPU (``module.weight = module.weight.to(device)``); a
         unit binds the objects that it was planned with, so those must be the ones in the model.
+
+        Raises:
+            StateError: a parameter was replaced by one with bytes of its own.
         """
         for owner, name, param in self.places:
-            if owner._parameters.get(name) is not param:
-                owner._parameters[name] = param
+            found = owner._parameters.get(name)
+            if found is param:
+                continue
+            if found is None or found.data_ptr() != param.data_ptr():
+                raise StateError(
+                    f"A base weight of {self.name} was replaced while the model was prepared, by "
+                    "merging adapters for example. Load the model again; to merge, call "
+                    "poros.unprepare(model) first."
+                )
+            owner._parameters[name] = param
 
 
 @frozen(kw_only=True)
@@ -104,13 +115,15 @@ class BlockPlan:
             if id(param) not in names:
                 continue
             part = _part(names[id(param)], decoder=decoder)
-            found[part] = found.get(part, 0) + self._nbytes(param)
+            owner, _, name = names[id(param)].rpartition(".")
+            nbytes = self._nbytes(self.model.get_submodule(owner), name, param)
+            found[part] = found.get(part, 0) + nbytes
         return found
 
-    def _nbytes(self, param: nn.Parameter) -> int:
+    def _nbytes(self, owner: nn.Module, name: str, param: nn.Parameter) -> int:
         for codec in self.codecs:
             if codec.claims(param):
-                return sum(ref.get().nbytes for ref in codec.refs(self.model, "weight", param))
+                return sum(ref.get().nbytes for ref in codec.refs(owner, name, param))
         return param.nbytes
 
 

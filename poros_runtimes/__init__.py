@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from poros_core.hookspecs import hookimpl
 from poros_core.protocols import Runtime
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from poros_core.host_store import HostStore
@@ -31,7 +32,43 @@ class StreamedRuntime:
         return StreamedHandle(model, plan=plan, settings=settings, store=store)
 
 
+class ResidentRuntime:
+    """Moves nothing: a model that was loaded onto the device stays there.
+
+    For telling whether a difference comes from streaming. A gate's resident arm is not this: Poros
+    does not touch it at all.
+    """
+
+    name = "resident"
+
+    def attach(
+        self, model: nn.Module, *, plan: BlockPlan, settings: Settings, store: HostStore
+    ) -> RuntimeHandle:
+        """Attach to a model, which changes nothing; see ``Runtime``."""
+        return ResidentHandle(len(plan.layers))
+
+
+class ResidentHandle:
+    """A model that does not stream."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+
+    def detach(self, device: torch.device | None) -> None:
+        """Do nothing: nothing was changed."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Return zeros, and every layer as resident."""
+        return {
+            "bytes_streamed": 0,
+            "copies": 0,
+            "eager_blocks": 0,
+            "graph_replays": 0,
+            "resident_units": self._layers,
+        }
+
+
 @hookimpl
 def poros_runtimes() -> Sequence[Runtime]:
     """Offer the built-in runtimes."""
-    return (StreamedRuntime(),)
+    return (StreamedRuntime(), ResidentRuntime())

@@ -186,10 +186,19 @@ class StreamedHandle:
                     "A base weight that streams was set to require gradients. Call "
                     "poros.unprepare(model), choose what trains, then prepare it again."
                 )
+        self._refuse_merged()
         if self._head_bound and not any(token.head for token in self._tokens):
             self._park_head()
         self.window.prefetch(upcoming_forward(-1, layers=len(self._layers), head=self._head))
         self._lowest = len(self._layers)
+
+    def _refuse_merged(self) -> None:
+        tuners = (tuner for block in self._blocks.values() for tuner in block.modules.tuners)
+        if any(tuner.merged for tuner in tuners):
+            raise StateError(
+                "Adapters were merged into a base that streams. Call model.unmerge_adapter() and "
+                "poros.unprepare(model); then merge, if that is what you want."
+            )
 
     def _end_forward(self, output: Any, call: _DecoderCall) -> Any:
         token = call.token
@@ -297,6 +306,7 @@ class StreamedHandle:
                 "A backward is outstanding: a loss of this model has not been backpropagated yet. "
                 "Call loss.backward() or drop the loss, then unprepare."
             )
+        self._refuse_merged()
         if self._head_bound:
             self._park_head()
         if self.plan.device.type == "cuda":
