@@ -49,7 +49,7 @@ def demo(
             result = run_demo(output, observer=display)
     out.print()
     out.print(_table(result))
-    out.print(_ending(result, seconds=time.perf_counter() - start), soft_wrap=True)
+    out.print(_ending(result, seconds=time.perf_counter() - start), soft_wrap=not out.is_terminal)
     raise typer.Exit(0 if result.succeeded else _FAILED)
 
 
@@ -72,7 +72,9 @@ class _Display:
         """Print a heading."""
         self._stop()
         self._number += 1
-        self._out.print(f"\n[bold]{self._number}. {text}[/bold]", soft_wrap=True)
+        self._out.print(
+            f"\n[bold]{self._number}. {text}[/bold]", soft_wrap=not self._out.is_terminal
+        )
 
     def trained(self, step: TrainingStep) -> None:
         """Move the bar; off a terminal, print every tenth step."""

@@ -208,7 +208,7 @@ class GateDisplay:
             f"{options.precision.upper()}: {options.steps} steps of {options.accumulate} x "
             f"{subject.batch} sequences up to {subject.seq_len} tokens, LoRA rank {subject.rank}, "
             f"dropout {options.dropout}, block size {options.settings.block_size}",
-            soft_wrap=True,
+            soft_wrap=not self._out.is_terminal,
         )
 
     def __enter__(self) -> GateDisplay:
@@ -230,7 +230,7 @@ class GateDisplay:
         self._progress.update(self._task, description="comparing")
         self._out.print(
             f"comparing {len(arm.params)} adapter tensors on {arm.device} at every step",
-            soft_wrap=True,
+            soft_wrap=not self._out.is_terminal,
         )
 
     def step(self, done: int, total: int, loss: float) -> None:
@@ -245,7 +245,7 @@ def print_result(out: Console, result: GateResult) -> None:
     record = result.record
     out.print(_surfaces(record))
     out.print(_arms(record))
-    out.print(_verdict(result), soft_wrap=True)
+    out.print(_verdict(result), soft_wrap=not out.is_terminal)
 
 
 def _surfaces(record: Mapping[str, Any]) -> Table:
