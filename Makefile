@@ -7,13 +7,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: demo test lint format clean
+OLDEST := $(VENV)/oldest
+OLDEST_STAMP := $(OLDEST)/.installed
+
+.PHONY: demo test oldest lint format clean
 
 demo: $(STAMP)
 	$(BIN)/poros demo
 
-test: lint
+test: lint $(OLDEST_STAMP)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(MAKE) --no-print-directory oldest
+
+oldest: $(OLDEST_STAMP)
+	PYTHONPATH=$(OLDEST) $(BIN)/pytest tests/test_smoke.py -m oldest --numprocesses auto --maxprocesses 8
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -29,6 +36,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)" --constraint constraints.txt
 	$(BIN)/pip install --quiet --editable ".[ml,train,dev]" --constraint constraints.txt
+	touch $@
+
+$(OLDEST_STAMP): constraints-oldest.txt $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLDEST) --requirement constraints-oldest.txt
 	touch $@
 
 clean:
