@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from poros_core.host_store import ALIGNMENT, HostStore, layout
-from tests.test_window import CPU, Ref, parameter
+from test_window import CPU, Ref, parameter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
