@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from poros_core.family import Family
     from poros_core.hookspecs import hookimpl
     from poros_core.load import load
+    from poros_core.offload import offload_optimizer
     from poros_core.prepare import prepare, unprepare
+    from poros_core.stats import stats
+    from poros_core.stats_callback import StatsCallback
 
     __version__: str
 
@@ -40,12 +43,15 @@ __all__ = [
     "PrepareError",
     "SettingsError",
     "StateError",
+    "StatsCallback",
     "UnsupportedModelError",
     "__version__",
     "deterministic",
     "hookimpl",
     "load",
+    "offload_optimizer",
     "prepare",
+    "stats",
     "unprepare",
 ]
 
@@ -58,11 +64,14 @@ _HOMES = {
     "PrepareError": "poros_core.errors",
     "SettingsError": "poros_core.errors",
     "StateError": "poros_core.errors",
+    "StatsCallback": "poros_core.stats_callback",
     "UnsupportedModelError": "poros_core.errors",
     "deterministic": "poros_core.determinism",
     "hookimpl": "poros_core.hookspecs",
     "load": "poros_core.load",
+    "offload_optimizer": "poros_core.offload",
     "prepare": "poros_core.prepare",
+    "stats": "poros_core.stats",
     "unprepare": "poros_core.prepare",
 }
 

@@ -18,6 +18,7 @@ from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
 from poros_core.schedule import Regions, upcoming_backward, upcoming_forward
 from poros_core.settings import Settings
+from poros_core.stats import StepClock, tokens_in
 from poros_runtimes.streamed.attach import (
     Attachments,
     checkpointing_off,
@@ -66,6 +67,7 @@ class StreamedHandle:
         self, model: nn.Module, *, plan: BlockPlan, settings: Settings, store: HostStore
     ) -> None:
         self.plan = plan
+        self.clock = StepClock()
         self._store = store
         self._layers = [unit.module for unit in plan.layers]
         self._head = len(self._layers) if plan.head is not None else None
@@ -162,6 +164,8 @@ class StreamedHandle:
     # -- following a forward -----------------------------------------------------------------
 
     def _decoder_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.clock.mark(self.counters(), tokens=tokens_in(args, kwargs))
         self._begin_forward(args, kwargs)
         thread = _wants_hidden_states(self.plan.decoder, kwargs)
         call = _DecoderCall(self._singles if thread else self._blocks, thread=thread)
