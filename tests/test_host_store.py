@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from test_window import CPU, Ref, parameter
 from torch import nn
 
 from poros_core.host_store import ALIGNMENT, HostStore, layout
-from test_window import CPU, Ref, parameter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
