@@ -15,7 +15,10 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 import poros
-from poros_core.offload import OffloadedOptimizer
+from poros_core.gate.arms import Arm
+from poros_core.gate.options import GateOptions
+from poros_core.gate.run import run_gate
+from poros_core.offload import OffloadedOptimizer, _Stretch
 
 Make = Callable[[Any], Optimizer]
 
@@ -400,6 +403,41 @@ def test_host_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("poros_core.offload.HostBuffer", fail)
     with pytest.raises(poros.StateError, match="cannot be kept on the host. 1 GB cannot be page"):
         train(params, optimizer, [0])
+
+
+def test_a_gate_with_the_state_of_the_streamed_arm_on_the_host() -> None:
+    result = run_gate(
+        GateOptions(family="qwen2", shape="tiny", steps=3, dropout=0.1, optimizer_state="host")
+    )
+    record = result.record
+    assert (result.verdict, result.void_reasons) == ("exact", [])
+    assert record["settings"]["optimizer_state"] == "host"
+    assert record["arms"]["streamed"]["optimizer_state_host_bytes"] > 0
+    assert "optimizer_state_host_bytes" not in record["arms"]["resident"]
+
+
+def test_a_gate_sees_a_changed_bit_of_the_state_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bring_in = _Stretch.bring_in
+
+    def damaged(self: _Stretch, *, poison: bool) -> list[torch.Tensor]:
+        self.buffer.bytes[3] ^= 0x40
+        return bring_in(self, poison=poison)
+
+    monkeypatch.setattr(_Stretch, "bring_in", damaged)
+    result = run_gate(GateOptions(family="qwen2", shape="tiny", steps=3, optimizer_state="host"))
+    assert result.verdict == "diverged"
+    assert result.divergence is not None
+    assert (result.divergence.step, result.divergence.surface) == (2, "optimizer_state")
+
+
+def test_a_gate_whose_state_never_was_on_the_host_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arm, "offload", lambda self: None)
+    result = run_gate(GateOptions(family="qwen2", shape="tiny", steps=3, optimizer_state="host"))
+    assert (result.verdict, result.exit_status) == ("void", 2)
+    (reason,) = result.void_reasons
+    assert "no optimizer state stood on the host" in reason
 
 
 @pytest.mark.gpu

@@ -91,7 +91,10 @@ def gate(
     ] = None,
     graphs: Annotated[str, typer.Option(help="CUDA graphs: auto, on, off.")] = "auto",
     optimizer_state: Annotated[
-        str, typer.Option(help="Where the optimizer's state is: device, host.")
+        str,
+        typer.Option(
+            help="Where the streamed arm's optimizer state is between steps: device, host."
+        ),
     ] = "device",
     data: Annotated[
         Path | None,

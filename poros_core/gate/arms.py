@@ -17,6 +17,7 @@ from poros_core.gate.fault import PlantedFault, plant
 from poros_core.gate.meter import Meter
 from poros_core.gate.options import GateOptions, Subject
 from poros_core.load import choose_strategy, load
+from poros_core.offload import OffloadedOptimizer, offload_optimizer
 from poros_core.prepare import Prepared, prepare, prepared_of
 from poros_core.protocols import LoadRequest
 
@@ -38,8 +39,18 @@ class Arm:
         self.start = {key: param.detach().cpu().clone() for key, param in self.params.items()}
         self.had_gradient: set[str] = set()
         self.optimizer = torch.optim.AdamW(self.params.values(), lr=LEARNING_RATE)
+        self._offloaded: OffloadedOptimizer | None = None
         torch.manual_seed(seed)
         self._rng = rng_state(self.device)
+
+    def offload(self) -> None:
+        """Keep the optimizer's state on the host between steps."""
+        self._offloaded = offload_optimizer(self.optimizer)
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Bytes of optimizer state that stand on the host between steps."""
+        return 0 if self._offloaded is None else self._offloaded.nbytes
 
     @property
     def prepared(self) -> Prepared | None:
@@ -182,7 +193,10 @@ class Workshop:
                 runtime=settings.runtime,
                 verbose=False,
             )
-            return self._arm("streamed", model, meter), fault
+            arm = self._arm("streamed", model, meter)
+            if options.optimizer_state == "host":
+                arm.offload()
+            return arm, fault
 
     def _arm(self, name: str, model: nn.Module, meter: Meter) -> Arm:
         model.train()

@@ -32,12 +32,7 @@ def _dropout(instance: Any, attribute: Any, value: float) -> None:
 
 
 def _optimizer_state(instance: Any, attribute: Any, value: str) -> None:
-    if value == "host":
-        raise GateError(
-            "--optimizer-state host: this version keeps optimizer state on the device. Leave the "
-            "flag out, or give 'device'."
-        )
-    if value != "device":
+    if value not in ("device", "host"):
         raise GateError(f"--optimizer-state must be 'device' or 'host'; got '{value}'.")
 
 
@@ -57,7 +52,8 @@ class GateOptions:
         dropout: of LoRA, and of the attention where the architecture has it.
         precision: of the base.
         load_strategy: how the streamed arm's base is loaded.
-        optimizer_state: where the optimizer's state is.
+        optimizer_state: where the streamed arm's optimizer state is between steps. In the
+            resident arms it is on the device always.
         data: a safetensors file of tokenised records; None means seeded random tokens.
         seed: of weights, adapters, data and dropout.
         plant_fault: flip one bit of one streamed weight, which must make the gate fail.

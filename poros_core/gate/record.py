@@ -101,6 +101,9 @@ def make_record(
         void_reasons.append(
             f"a fault was planted in {fault.tensor} and nothing diverged, so the gate cannot fail"
         )
+    host_bytes = arms["streamed"].host_state_bytes
+    if options.optimizer_state == "host" and host_bytes == 0:
+        void_reasons.append("no optimizer state stood on the host, which was asked for")
     if control.divergences:
         verdict, divergence = "not-deterministic", control.first
     elif streamed.divergences:
@@ -146,6 +149,7 @@ def make_record(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     record["arms"]["streamed"] |= _streaming(evidence)
+    record["arms"]["streamed"]["optimizer_state_host_bytes"] = host_bytes
     return GateResult(
         verdict=verdict,
         divergence=divergence,
