@@ -284,10 +284,12 @@ class OffloadedOptimizer:
     def _adopt(self, optimizer: Optimizer) -> None:
         """Lay out the state anew, as it is now, and bind it to the host."""
         old = self._stretches
-        self._order, sorted_slots = _slots(optimizer)
-        self._stretches = {
+        order, sorted_slots = _slots(optimizer)
+        # what fails here leaves the state where it was, and is tried again at the next step
+        stretches = {
             key: _Stretch(slots, key[1], old=old.get(key)) for key, slots in sorted_slots.items()
         }
+        self._order, self._stretches = order, stretches
         for device in {device for _, device in old if device.type == "cuda"}:
             # what leaves now may still be read or written by copies that were issued
             torch.cuda.synchronize(device)
@@ -311,13 +313,18 @@ _Key = tuple[int, torch.device]
 
 def _slots(optimizer: Optimizer) -> tuple[list[_Slot], dict[_Key, list[_Slot]]]:
     """Return the slot of every state tensor, in order, and the slots by stretch. A tensor that is
-    bound at several places is one slot."""
+    bound at several places is one slot.
+
+    Raises:
+        StateError: one of them is of a kind that cannot be moved as plain bytes.
+    """
     order: list[_Slot] = []
     stretches: dict[_Key, list[_Slot]] = {}
     by_tensor: dict[int, _Slot] = {}
     for key, container, index, tensor in _found(optimizer):
         slot = by_tensor.get(id(tensor))
         if slot is None:
+            _check(index, tensor)
             strides = torch.empty_like(tensor, device="meta").stride()
             slot = by_tensor[id(tensor)] = _Slot(str(index), strides, tensor)
             stretches.setdefault(key, []).append(slot)
@@ -331,9 +338,6 @@ def _found(optimizer: Optimizer) -> Iterator[tuple[_Key, Any, Any, torch.Tensor]
 
     Yields:
         What decides its stretch, the container that holds it, its key there, and the tensor.
-
-    Raises:
-        StateError: one of them is of a kind that cannot be moved as plain bytes.
     """
     state = optimizer.state
     for number, group in enumerate(optimizer.param_groups):
@@ -349,7 +353,6 @@ def _tensors(container: Any, device: torch.device) -> Iterator[tuple[Any, Any, t
     for index, value in items:
         if isinstance(value, torch.Tensor):
             if value.numel() > 1 and value.device == device:
-                _check(index, value)
                 yield container, index, value
         elif isinstance(value, dict | list):
             yield from _tensors(value, device)

@@ -6,19 +6,29 @@ import copy
 import io
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import poros
 from poros_core.gate.arms import Arm
 from poros_core.gate.options import GateOptions
 from poros_core.gate.run import run_gate
 from poros_core.offload import OffloadedOptimizer, _Stretch
+from poros_families.qwen2 import QWEN2
 
 Make = Callable[[Any], Optimizer]
 
@@ -346,6 +356,55 @@ def test_what_is_offloaded_first_can_be_accelerated() -> None:
     assert_on_host(inner, handle)
 
 
+class OffloadAtStart(TrainerCallback):
+    """Takes the optimizer that a Trainer made, after it loaded a checkpoint's state into it."""
+
+    def __init__(self) -> None:
+        self.handles: list[OffloadedOptimizer] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.handles.append(poros.offload_optimizer(kwargs["optimizer"]))
+
+
+def trained(folder: Path, callbacks: Sequence[TrainerCallback]) -> dict[str, torch.Tensor]:
+    """Train four steps of which the last two resume from a checkpoint; return what trains."""
+    settings = {k: v for k, v in QWEN2.shapes["tiny"].items() if k != "model_type"}
+    rows = [{"input_ids": [3 + i] * 6, "labels": [3 + i] * 6} for i in range(8)]
+    for steps in (2, 4):
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_config(Qwen2Config(**settings))
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+        poros.prepare(model, verbose=False)
+        arguments = TrainingArguments(
+            str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            save_steps=2,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+        )
+        loop = Trainer(model, arguments, train_dataset=rows, callbacks=[*callbacks])
+        loop.train(resume_from_checkpoint=steps > 2)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_resumes(tmp_path: Path) -> None:
+    offload = OffloadAtStart()
+    plain, ours = trained(tmp_path / "a", []), trained(tmp_path / "b", [offload])
+    assert plain.keys() == ours.keys()
+    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+    first, second = (
+        torch.load(tmp_path / side / "checkpoint-4" / "optimizer.pt", weights_only=True)
+        for side in ("a", "b")
+    )
+    for number, state in first["state"].items():
+        assert all(torch.equal(second["state"][number][key], state[key]) for key in state)
+    assert all(handle._stretches for handle in offload.handles)
+
+
 def test_an_optimizer_is_freed_with_its_state() -> None:
     params = parameters()
     optimizer = AdamW(params)
@@ -393,16 +452,28 @@ def test_state_that_is_no_plain_tensor_is_refused() -> None:
         train(params, optimizer, [0])
 
 
-def test_host_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_cannot_be_had_is_named_and_nothing_is_lost() -> None:
     def fail(*_: object, **__: object) -> None:
         raise poros.PrepareError("1 GB cannot be page-locked.")
 
-    params = parameters()
-    optimizer = AdamW(params)
-    poros.offload_optimizer(optimizer)
-    monkeypatch.setattr("poros_core.offload.HostBuffer", fail)
-    with pytest.raises(poros.StateError, match="cannot be kept on the host. 1 GB cannot be page"):
-        train(params, optimizer, [0])
+    plain, ours = parameters(), parameters()
+    reference, optimizer = AdamW(plain), AdamW(ours)
+    handle = poros.offload_optimizer(optimizer)
+    train(plain, reference, [0], skip=3)
+    train(ours, optimizer, [0], skip=3)
+    train(plain, reference, [1])
+    message = "cannot be kept on the host. 1 GB cannot be page"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poros_core.offload.HostBuffer", fail)
+        with pytest.raises(poros.StateError, match=message):
+            train(ours, optimizer, [1])
+        with pytest.raises(poros.StateError, match=message):
+            optimizer.step()
+    assert_equal((ours, optimizer), (plain, reference))
+    train(plain, reference, [2])
+    train(ours, optimizer, [2])
+    assert_equal((ours, optimizer), (plain, reference))
+    assert_on_host(optimizer, handle)
 
 
 def test_a_gate_with_the_state_of_the_streamed_arm_on_the_host() -> None:
