@@ -27,8 +27,9 @@ class CallState:
         rng: states of the CPU generator and, with CUDA, the device's default generator.
         autocast: per device type: enabled, dtype.
         training: each module's train/eval mode.
-        adapters: each adapter layer's switches.
+        adapters: the switches of each adapter layer and of each module that trains as a whole.
         kernels: which attention kernels and matrix modes are allowed.
+        hooks: the forward hooks inside the block, which some adapters set for one call only.
     """
 
     device: torch.device
@@ -37,6 +38,7 @@ class CallState:
     training: tuple[bool, ...] = field(repr=False)
     adapters: tuple[_AdapterSwitches, ...] = field(repr=False)
     kernels: _Kernels
+    hooks: tuple[_Hooks, ...] = field(repr=False)
 
     @property
     def flags(self) -> tuple[object, ...]:
@@ -48,15 +50,34 @@ class CallState:
 class _Kernels:
     sdpa: tuple[bool, bool, bool, bool]
     matmul_precision: str
+    reduced_precision: tuple[Any, Any]
     deterministic: bool
     warn_only: bool
+
+
+@frozen(eq=False)
+class _Hooks:
+    """The forward hooks of one module."""
+
+    module: nn.Module
+    tables: tuple[dict[int, Any], ...]
+
+
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 @frozen
 class _AdapterSwitches:
     disabled: bool
     active: str | tuple[str, ...]
-    scaling: tuple[tuple[str, float], ...]
+    scaling: tuple[tuple[str, float], ...] = ()
+    casts: bool | None = None
 
 
 def rng_state(device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -85,23 +106,34 @@ class BlockModules:
 
     def _list(self) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
 
         self.modules = [module for root in self._roots for module in root.modules()]
         self.tuners: list[Any] = [m for m in self.modules if isinstance(m, BaseTunerLayer)]
+        self.wrappers: list[Any] = [
+            m for m in self.modules if isinstance(m, AuxiliaryTrainingWrapper)
+        ]
+        self.inner = [m for m in self.modules if not any(m is root for root in self._roots)]
         self._children = [m._modules for m in self.modules if _can_grow(m)]
         self._found = [tuple(children.values()) for children in self._children]
         self._names = [m._parameters for m in self.modules if isinstance(m, nn.ParameterDict)]
-        self._sizes = [len(names) for names in self._names]
+        self._keys = [tuple(names) for names in self._names]
 
     def refresh(self) -> bool:
         """List the modules again if adapters came or went; say whether they did."""
-        if [len(names) for names in self._names] == self._sizes and all(
+        if [tuple(names) for names in self._names] == self._keys and all(
             tuple(children.values()) == found
             for children, found in zip(self._children, self._found, strict=True)
         ):
             return False
         self._list()
         return True
+
+
+def is_capture_hook(hook: object) -> bool:
+    """Say whether a forward hook is Transformers' own, which collects hidden states and
+    attentions while a call asks for them, and stays installed after it."""
+    return "output_capturing_hook" in getattr(hook, "__qualname__", "")
 
 
 def _can_grow(module: nn.Module) -> bool:
@@ -117,6 +149,7 @@ def capture(device: torch.device, modules: BlockModules) -> CallState:
         training=tuple(module.training for module in modules.modules),
         adapters=_adapters(modules),
         kernels=_kernels(),
+        hooks=_hooks(modules),
     )
 
 
@@ -148,6 +181,25 @@ def ambient(device: torch.device) -> tuple[object, ...]:
     return (_autocast(device), _kernels())
 
 
+def _hooks(modules: BlockModules) -> tuple[_Hooks, ...]:
+    return tuple(
+        _Hooks(module, tuple(dict(module.__dict__[name]) for name in _HOOK_TABLES))
+        for module in modules.inner
+        if module._forward_pre_hooks or module._forward_hooks
+    )
+
+
+def _set_hooks(modules: BlockModules, hooks: Sequence[_Hooks]) -> None:
+    wanted = {id(entry.module): entry.tables for entry in hooks}
+    for module in modules.inner:
+        tables = wanted.get(id(module), ({},) * len(_HOOK_TABLES))
+        for name, table in zip(_HOOK_TABLES, tables, strict=True):
+            live = module.__dict__[name]
+            if live or table:
+                live.clear()
+                live.update(table)
+
+
 def _restore_flags(stack: ExitStack, state: CallState, modules: BlockModules) -> None:
     found_training = tuple(module.training for module in modules.modules)
     if found_training != state.training:
@@ -156,6 +208,10 @@ def _restore_flags(stack: ExitStack, state: CallState, modules: BlockModules) ->
     found_adapters = _adapters(modules)
     stack.callback(_set_adapters, modules, found_adapters)
     _set_adapters(modules, state.adapters)
+    found_hooks = _hooks(modules)
+    if found_hooks or state.hooks:
+        stack.callback(_set_hooks, modules, found_hooks)
+        _set_hooks(modules, state.hooks)
     found_kernels = _kernels()
     if found_kernels != state.kernels:
         stack.callback(_set_kernels, found_kernels)
@@ -180,8 +236,12 @@ def _adapters(modules: BlockModules) -> tuple[_AdapterSwitches, ...]:
             tuner._disable_adapters,
             _frozen_names(tuner._active_adapter),
             tuple(getattr(tuner, "scaling", {}).items()),
+            tuner.__dict__.get("cast_input_dtype_enabled"),
         )
         for tuner in modules.tuners
+    ) + tuple(
+        _AdapterSwitches(wrapper._disable_adapters, _frozen_names(wrapper._active_adapter))
+        for wrapper in modules.wrappers
     )
 
 
@@ -194,11 +254,13 @@ def _names(active: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _set_adapters(modules: BlockModules, switches: Sequence[_AdapterSwitches]) -> None:
-    for tuner, switch in zip(modules.tuners, switches, strict=True):
+    for tuner, switch in zip([*modules.tuners, *modules.wrappers], switches, strict=True):
         tuner._disable_adapters = switch.disabled
         tuner._active_adapter = _names(switch.active)
-        if hasattr(tuner, "scaling"):
+        if switch.scaling:
             tuner.scaling.update(switch.scaling)
+        if switch.casts is not None:
+            tuner.cast_input_dtype_enabled = switch.casts
 
 
 def _kernels() -> _Kernels:
@@ -211,6 +273,10 @@ def _kernels() -> _Kernels:
             cuda.cudnn_sdp_enabled(),
         ),
         matmul_precision=cuda.matmul.fp32_precision,
+        reduced_precision=(
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
@@ -224,4 +290,7 @@ def _set_kernels(kernels: _Kernels) -> None:
     cuda.enable_math_sdp(math)
     cuda.enable_cudnn_sdp(cudnn)
     cuda.matmul.fp32_precision = kernels.matmul_precision
+    half, brain = kernels.reduced_precision
+    cuda.matmul.allow_fp16_reduced_precision_reduction = half
+    cuda.matmul.allow_bf16_reduced_precision_reduction = brain
     torch.use_deterministic_algorithms(kernels.deterministic, warn_only=kernels.warn_only)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import frozen
 
-from poros_core.errors import PrepareError
+from poros_core.errors import PrepareError, StateError
 from poros_core.protocols import TensorRef
 
 __all__ = ["ALIGNMENT", "HostBuffer", "HostStore", "TensorEntry", "UnitImage", "layout"]
@@ -83,6 +84,12 @@ class HostBuffer:
         """
         self.nbytes = nbytes
         self.device = device
+        free = available_memory()
+        if free is not None and nbytes > free:
+            raise PrepareError(
+                f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more are needed, "
+                f"and {free / 1e9:.2f} GB are available. Free memory, or use a smaller model."
+            )
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1))
         except OSError as error:
@@ -107,6 +114,17 @@ class HostBuffer:
         return torch.frombuffer(
             self._map, dtype=entry.dtype, count=count, offset=entry.offset
         ).view(entry.shape)
+
+
+def available_memory() -> int | None:
+    """Return how many bytes of memory Linux says can be used without swapping, or None where it
+    does not say (``MemAvailable`` in ``/proc/meminfo``, proc(5))."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
 
 
 def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
@@ -215,6 +233,13 @@ class HostStore:
     def nbytes(self) -> int:
         """Bytes of host memory that the base takes."""
         return sum(image.nbytes for image in self._images)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
+        raise StateError(
+            "A model whose base stands in Poros' host store cannot be copied. Copy the adapters "
+            "(peft.get_peft_model_state_dict(model)), or call poros.unprepare(model, device=...) "
+            "first."
+        )
 
     def holds(self, key: tuple[int, str]) -> bool:
         """Say whether the bytes of a place are in this store."""

@@ -28,6 +28,8 @@ _INSIDE = "_poros_inside"
 STORE = "_poros_store"
 """Attribute of a Transformers model that ``poros.load`` gave: its host store."""
 
+_REFUSED_ADAPTERS = ("PREFIX_TUNING", "CARTRIDGE")
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -136,6 +138,8 @@ def unprepare(model: M, *, device: torch.device | str | int | None = None) -> M:
             "This model is not prepared. Pass the object that poros.prepare() was given."
         )
     prepared.handle.detach(None if device is None else torch.device(device))
+    if device is not None:
+        prepared.plan.model.__dict__.pop(STORE, None)
     del model.__dict__[_STATE]
     del prepared.plan.decoder.__dict__[_INSIDE]
     return model
@@ -166,6 +170,13 @@ def _check(model: object) -> None:
             "first: model = peft.get_peft_model(model, peft.LoraConfig(...)). If it was loaded "
             "with PeftModel.from_pretrained, pass is_trainable=True."
         )
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.peft_type.value in _REFUSED_ADAPTERS:
+            raise PrepareError(
+                f"Adapter '{name}' is {config.peft_type.value.lower()}: it trains a key/value "
+                "cache that is filled before the first layer, which a recompute cannot repeat. "
+                "Use LoRA or prompt tuning."
+            )
     meta = [name for name, param in model.named_parameters() if param.device.type == "meta"]
     if meta:
         raise PrepareError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import poros
@@ -28,16 +29,52 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(1))
 
 
-def test_a_merged_adapter_is_refused_until_it_is_unmerged() -> None:
-    model = poros.prepare(adapted(), verbose=False)
+def test_merging_is_refused_before_a_weight_is_written() -> None:
+    model = adapted()
+    poros.prepare(model, verbose=False)
+    wanted = model(ids()).logits
+    for merge in (model.base_model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(poros.StateError, match="cannot be merged"):
+            merge()
+    assert torch.equal(model(ids()).logits, wanted)
+    poros.unprepare(model)
     model.base_model.merge_adapter()
+
+
+def test_a_model_whose_adapters_are_merged_is_refused() -> None:
+    model = adapted()
+    model.base_model.merge_adapter()
+    poros.prepare(model, verbose=False)
     with pytest.raises(poros.StateError, match="unmerge_adapter"):
         model(ids())
-    with pytest.raises(poros.StateError, match="unmerge_adapter"):
-        poros.unprepare(model)
-    model.base_model.unmerge_adapter()
-    model(ids())
-    poros.unprepare(model)
+
+
+def test_a_prepared_model_cannot_be_copied_and_says_what_can() -> None:
+    model = poros.prepare(adapted(), verbose=False)
+    with pytest.raises(poros.StateError, match="get_peft_model_state_dict"):
+        copy.deepcopy(model)
+    copy.deepcopy(poros.unprepare(model))
+
+
+def test_prefix_tuning_is_refused_by_name() -> None:
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(poros.PrepareError, match="prefix_tuning"):
+        poros.prepare(get_peft_model(base(), config), verbose=False)
+
+
+def test_a_mask_changed_before_the_backward_is_an_error() -> None:
+    model = poros.prepare(adapted().train(), verbose=False)
+    positions = torch.arange(6)[None]
+    loss = model(ids(), position_ids=positions, labels=ids()).loss
+    positions.add_(1)
+    with pytest.raises(poros.StateError, match="changed in place"):
+        loss.backward()
+
+
+def test_host_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poros_core.host_store.available_memory", lambda: 1000)
+    with pytest.raises(poros.PrepareError, match="are available"):
+        poros.prepare(adapted(), verbose=False)
 
 
 def test_a_replaced_base_weight_is_refused() -> None:

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from poros_core.call_state import BlockModules, CallState
+from poros_core.errors import StateError
 
 __all__ = [
     "BackwardToken",
@@ -201,6 +202,7 @@ class BlockCall:
         left_spec: how the tensors that left in the shared mappings are put back together.
         structure: which arguments each layer was given, without their values.
         replay: what an executor remembers of the forward.
+        versions: of the arguments, to see that they are unchanged in the backward.
     """
 
     block: Block
@@ -216,6 +218,7 @@ class BlockCall:
     left_spec: Any = field(default=None, repr=False)
     structure: tuple[object, ...] = field(default=(), repr=False)
     replay: Any = field(default=None, repr=False)
+    versions: tuple[int, ...] = field(default=(), repr=False)
 
     def run(self, tensors: Sequence[torch.Tensor], units: CallUnits) -> list[torch.Tensor]:
         """Run the layers.
@@ -244,6 +247,23 @@ class BlockCall:
                 hidden = self.block.forwards[layer](hidden, *args, **kwargs, **shared)
         found, self.left_spec = pytree.tree_flatten({n: dict(m) for n, m in shared.items()})
         return [hidden, *found, *([tensors[0]] if self.thread else [])]
+
+    def note_arguments(self) -> None:
+        """Remember the version of every argument that carries no gradient."""
+        self.versions = tuple(_version(leaf) for leaf in self.leaves)
+
+    def check_arguments(self) -> None:
+        """Check that nobody changed an argument since the forward.
+
+        Raises:
+            StateError: a mask or a position was changed in place.
+        """
+        if self.versions != tuple(_version(leaf) for leaf in self.leaves):
+            raise StateError(
+                "A tensor that was given to the model, such as an attention mask or position ids, "
+                "was changed in place between the forward and its backward, which recomputes with "
+                "it. Change a copy instead."
+            )
 
     def drop_caches(self) -> None:
         """Forget the caller's caches: the recompute must not append to them a second time."""
@@ -303,6 +323,10 @@ def _copy_for(cache: Cache, layer: int) -> Cache:
     if layer < len(fresh.layers):
         fresh.layers[layer] = copy.deepcopy(cache.layers[layer])
     return fresh
+
+
+def _version(leaf: object) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else -1
 
 
 def _like(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from poros_core.call_state import capture, restored
+from poros_core.errors import StateError
 from poros_runtimes.streamed.block import (
     BackwardToken,
     Block,
@@ -35,6 +36,7 @@ __all__ = [
     "bound",
     "differentiate",
     "leaves_of",
+    "nothing_saved",
     "run_block",
 ]
 
@@ -86,6 +88,7 @@ def run_block(
             call.hand_out(found)
             return BlockResult(output, None)
         call.state = capture(hidden.device, block.modules)
+        call.note_arguments()
         results: tuple[torch.Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
             call, executor, token, len(tensors), *tensors, *(p for _, _, p in call.trained)
         )
@@ -110,7 +113,8 @@ class _Boundary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.executor, ctx.token = call, executor, token
         inputs = tensors[:count]
-        ctx.save_for_backward(*inputs)
+        ctx.count = count
+        ctx.save_for_backward(*tensors)
         results, differentiable = executor.forward(
             call, inputs, ctx.needs_input_grad[4 : 4 + count]
         )
@@ -129,8 +133,10 @@ class _Boundary(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4:]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if any(gradient is not None for gradient in gradients):
+            call.check_arguments()
+            inputs = ctx.saved_tensors[: ctx.count]
             with record_function(f"poros backward block {call.block.name}"):
-                found = ctx.executor.backward(call, ctx.saved_tensors, wanted, gradients)
+                found = ctx.executor.backward(call, inputs, wanted, gradients)
         if ctx.token is not None:
             ctx.token.done(call.layers[0])
         return (None, None, None, None, *found)
@@ -183,7 +189,7 @@ class EagerExecutor:
     ) -> tuple[list[torch.Tensor], list[bool]]:
         """Run the first forward; see ``Executor``."""
         self.blocks += 1
-        with torch.enable_grad():
+        with torch.enable_grad(), nothing_saved():
             found = call.run(leaves_of(inputs, wanted), call.block.passing)
         return [tensor.detach() for tensor in found], [tensor.requires_grad for tensor in found]
 
@@ -198,6 +204,25 @@ class EagerExecutor:
         self.blocks += 1
         with call.block.holding(call.layers, backward=True):
             return differentiate(call, inputs, wanted, gradients, rng=True)
+
+
+def nothing_saved() -> AbstractContextManager[None]:
+    """Return a context for a first forward: its graph is dropped, so that it need not save any
+    tensor, and a loss that reaches into it is an error."""
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
+    return hooks
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Keep nothing: the graph of a first forward is never differentiated."""
+
+
+def _refuse(packed: None) -> torch.Tensor:
+    raise StateError(
+        "A loss reads a tensor that a hook, or output_attentions=True, took from inside a decoder "
+        "layer. Its gradient cannot be had: layers are recomputed in the backward. Detach it, or "
+        "use output_hidden_states=True, whose gradients are exact."
+    )
 
 
 def leaves_of(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:

@@ -7,12 +7,14 @@ as one graph, and replayed from then on; see ``signature`` for what counts as th
 [Note: Graphs and memory]
 All graphs draw their temporaries from one pool, one after the other, so the pool is as large as
 the largest needs. Tensors enter and leave through buffers outside the pool that all blocks of one
-shape share. What a block hands out is copied out of them: a later replay would overwrite it.
+shape share, and which go with the last graph that uses them. What a block hands out is copied out
+of them: a later replay would overwrite it.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,9 +25,16 @@ import torch
 from attrs import define, field, frozen
 
 from poros_core.call_state import restored, rng_state, set_rng_state
+from poros_core.errors import StateError
 from poros_core.log import get_logger
 from poros_runtimes.streamed.block import Block, BlockCall
-from poros_runtimes.streamed.boundary import EagerExecutor, bound, differentiate, leaves_of
+from poros_runtimes.streamed.boundary import (
+    EagerExecutor,
+    bound,
+    differentiate,
+    leaves_of,
+    nothing_saved,
+)
 from poros_runtimes.streamed.signature import (
     BackwardKey,
     BlockConstants,
@@ -117,6 +126,10 @@ class _Buffer:
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy ``source`` in, unless it is what was copied last."""
+        if source.is_inference():
+            self._source = None
+            self.fill_always(source)
+            return
         if source is self._source and source._version == self._version:
             return
         self.fill_always(source)
@@ -188,8 +201,12 @@ class GraphExecutor:
         self._eager = eager
         self._device = device
         self._capturer = CudaCapturer(device) if capturer is None else capturer
-        self._buffers: dict[tuple[str, int, Layout], _Buffer] = {}
-        self._stretches: dict[tuple[Layout, ...], _Stretch] = {}
+        self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], _Buffer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._stretches: weakref.WeakValueDictionary[tuple[Layout, ...], _Stretch] = (
+            weakref.WeakValueDictionary()
+        )
         self._seen: dict[Block, OrderedDict[ForwardKey, _Forward]] = {}
         self._constants: dict[Block, tuple[int, BlockConstants]] = {}
         self._said: set[str] = set()
@@ -207,7 +224,9 @@ class GraphExecutor:
             results, differentiable = self._eager.forward(call, inputs, wanted)
             layouts = [layout_of(result) for result in results]
             if None not in layouts:
-                call.replay = seen[key] = _Forward([x for x in layouts if x], differentiable)
+                drew = self._drew_on_the_host(call)
+                entry = _Forward([x for x in layouts if x], differentiable, refused=drew)
+                call.replay = seen[key] = entry
                 if len(seen) > SIGNATURES:
                     seen.popitem(last=False)
             return results, differentiable
@@ -223,6 +242,15 @@ class GraphExecutor:
                     self.replays += 1
                     return [b.tensor.clone() for b in entry.results], entry.differentiable
         return self._eager.forward(call, inputs, wanted)
+
+    def _drew_on_the_host(self, call: BlockCall) -> bool:
+        """Whether a forward drew from the CPU generator: a graph would repeat what it decided."""
+        assert call.state is not None
+        if self._device.type == "cpu" or torch.equal(torch.get_rng_state(), call.state.rng[0]):
+            return False
+        reason = "it draws random numbers on the host"
+        self._say_once("block_runs_eagerly", block=call.block.name, reason=reason)
+        return True
 
     def backward(
         self,
@@ -254,8 +282,6 @@ class GraphExecutor:
     def clear(self) -> None:
         """Drop every graph and buffer."""
         self._seen.clear()
-        self._buffers.clear()
-        self._stretches.clear()
 
     # -- replaying -----------------------------------------------------------------------------
 
@@ -314,7 +340,7 @@ class GraphExecutor:
         static = self._static_call(entry, call)
 
         def body() -> None:
-            with torch.enable_grad(), restored(state, modules, rng=False):
+            with torch.enable_grad(), restored(state, modules, rng=False), nothing_saved():
                 leaves = leaves_of([b.tensor for b in entry.inputs], wanted)
                 found = static.run(leaves, bound)
             with torch.no_grad():
@@ -369,11 +395,23 @@ class GraphExecutor:
         found = rng_state(self._device)
         try:
             return self._capturer.capture(body)
-        except (RuntimeError, AssertionError) as error:
+        except Exception as error:
             self._say_once("graph_capture_failed", block=block.name, reason=str(error)[:200])
+            self._check_device(error)
             return None
         finally:
             set_rng_state(self._device, found)
+
+    def _check_device(self, cause: Exception) -> None:
+        """Check that random numbers can still be drawn after a capture that failed."""
+        try:
+            torch.rand(1, device=self._device)
+        except RuntimeError as error:
+            raise StateError(
+                "A block could not be captured as a CUDA graph, and the device's random-number "
+                f"generator is left unusable ({str(cause)[:200]}). Start again with "
+                "poros.prepare(model, graphs='off')."
+            ) from error
 
     def _static_call(self, entry: _Forward, call: BlockCall) -> BlockCall:
         leaves = list(call.leaves)
@@ -385,14 +423,16 @@ class GraphExecutor:
         assert layout is not None
         layout = attrs.evolve(layout, wanted=False)
         key = (role, index, layout)
-        if key not in self._buffers:
-            self._buffers[key] = _Buffer(layout, self._device)
-        return self._buffers[key]
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = _Buffer(layout, self._device)
+        return buffer
 
     def _stretch(self, layouts: tuple[Layout, ...]) -> _Stretch | None:
         if not layouts:
             return None
-        if layouts not in self._stretches:
+        stretch = self._stretches.get(layouts)
+        if stretch is None:
             pieces: list[tuple[int, int, Layout]] = []
             end = 0
             for layout in layouts:
@@ -400,8 +440,8 @@ class GraphExecutor:
                 pieces.append((end, end + nbytes, layout))
                 end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             flat = torch.empty(end, dtype=torch.uint8, device=self._device)
-            self._stretches[layouts] = _Stretch(flat, tuple(pieces))
-        return self._stretches[layouts]
+            stretch = self._stretches[layouts] = _Stretch(flat, tuple(pieces))
+        return stretch
 
     def _constants_of(self, block: Block) -> BlockConstants:
         version, constants = self._constants.get(block, (-1, None))

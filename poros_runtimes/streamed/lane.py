@@ -24,6 +24,10 @@ class Event(Protocol):
 class Lane(Protocol):
     """Moves bytes into the arena and orders the moves against the compute stream."""
 
+    def adopt(self, arena: torch.Tensor) -> None:
+        """Tell the allocator that copies into ``arena`` may run when it is dropped."""
+        ...
+
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool
     ) -> Event:
@@ -43,6 +47,9 @@ class Lane(Protocol):
 
 class HostLane:
     """The CPU's lane: plain copies, done at once."""
+
+    def adopt(self, arena: torch.Tensor) -> None:
+        """Do nothing: no copy outlives its call."""
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool
@@ -68,6 +75,10 @@ class CudaLane:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def adopt(self, arena: torch.Tensor) -> None:
+        """Record the copy stream; see ``Lane``."""
+        arena.record_stream(self._stream)
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from poros_core.call_state import is_capture_hook
 from poros_core.errors import PrepareError, SettingsError, StateError
 from poros_core.host_store import HostStore
 from poros_core.log import get_logger
@@ -148,13 +149,17 @@ class StreamedHandle:
         for index, layer in enumerate(self._layers):
             attachments.set(layer, "forward", partial(self._layer_forward, index))
         attachments.set(
-            plan.decoder, "forward", partial(self._decoder_forward, plan.decoder.forward)
+            plan.decoder,
+            "forward",
+            torch.compiler.disable(partial(self._decoder_forward, plan.decoder.forward)),
         )
         owners = {id(owner): owner for unit in plan.units() for owner, _, _ in unit.places}
         for owner in owners.values():
             guard = guard_apply(owner, streamed=streamed, device=plan.device)
             attachments.set(owner, "_apply", guard)
             self._put_back += [codec.keep_layout(owner) for codec in plan.codecs]
+        for tuner in _tuners(self._blocks.values()):
+            attachments.set(tuner, "merge", _refuse_merge)
         dtypes = frozenset(param.dtype for param in self._streamed)
         for root in {id(m): m for m in (model, plan.model)}.values():
             attachments.set(root, "_apply", guard_root(root, dtypes=dtypes, device=plan.device))
@@ -168,7 +173,8 @@ class StreamedHandle:
             self.clock.mark(self.counters(), tokens=tokens_in(args, kwargs))
         self._begin_forward(args, kwargs)
         thread = _wants_hidden_states(self.plan.decoder, kwargs)
-        call = _DecoderCall(self._singles if thread else self._blocks, thread=thread)
+        single = thread or self._layers_hooked()
+        call = _DecoderCall(self._singles if single else self._blocks, thread=thread)
         outer, self._call = self._call, call
         try:
             with checkpointing_off(self._layers):
@@ -182,6 +188,16 @@ class StreamedHandle:
             self._call = outer
         return self._end_forward(output, call)
 
+    def _layers_hooked(self) -> bool:
+        """Whether somebody reads what passes between layers, which grouped layers do not have."""
+        return any(
+            not is_capture_hook(hook)
+            for layer in self._layers
+            for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
+            if hooks
+            for hook in hooks.values()
+        )
+
     def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
             _refuse_filled_cache([*args, *kwargs.values()])
@@ -194,14 +210,14 @@ class StreamedHandle:
         if self._head_bound and not any(token.head for token in self._tokens):
             self._park_head()
         self.window.prefetch(upcoming_forward(-1, layers=len(self._layers), head=self._head))
-        self._lowest = len(self._layers)
+        if not any(token.outstanding for token in self._tokens):
+            self._lowest = len(self._layers)
 
     def _refuse_merged(self) -> None:
-        tuners = (tuner for block in self._blocks.values() for tuner in block.modules.tuners)
-        if any(tuner.merged for tuner in tuners):
+        if any(tuner.merged for tuner in _tuners(self._blocks.values())):
             raise StateError(
-                "Adapters were merged into a base that streams. Call model.unmerge_adapter() and "
-                "poros.unprepare(model); then merge, if that is what you want."
+                "The model's adapters are merged into its base. Call poros.unprepare(model) and "
+                "model.unmerge_adapter() before it is prepared."
             )
 
     def _end_forward(self, output: Any, call: _DecoderCall) -> Any:
@@ -310,7 +326,8 @@ class StreamedHandle:
                 "A backward is outstanding: a loss of this model has not been backpropagated yet. "
                 "Call loss.backward() or drop the loss, then unprepare."
             )
-        self._refuse_merged()
+        for unit in self.plan.units():
+            unit.keep_parameters()
         if self._head_bound:
             self._park_head()
         if self.plan.device.type == "cuda":
@@ -318,11 +335,16 @@ class StreamedHandle:
         if self._graphs is not None:
             self._graphs.clear()
         self._attachments.undo()
-        for unit in self.plan.units():
-            unit.keep_parameters()
         for put_back in self._put_back:
             put_back()
         self._store.restore(device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedHandle:
+        raise StateError(
+            "A prepared model cannot be copied: its base stands in Poros' host store. Copy the "
+            "adapters (peft.get_peft_model_state_dict(model)), or call poros.unprepare(model) "
+            "first."
+        )
 
     def counters(self) -> Mapping[str, int]:
         """Return running totals; see ``RuntimeHandle``."""
@@ -371,6 +393,19 @@ def _uncheckpointed(
     off = getattr(layer, "gradient_checkpointing", False)
     with checkpointing_off([layer]) if off else nullcontext():
         return forward(*args, **kwargs)
+
+
+def _tuners(blocks: Iterable[Block]) -> list[Any]:
+    return [
+        tuner for block in {id(b): b for b in blocks}.values() for tuner in block.modules.tuners
+    ]
+
+
+def _refuse_merge(*args: Any, **kwargs: Any) -> None:
+    raise StateError(
+        "Adapters cannot be merged into a base that streams. Call poros.unprepare(model) first, "
+        "then merge."
+    )
 
 
 def _swapped(output: Any, swaps: Mapping[int, torch.Tensor]) -> Any:

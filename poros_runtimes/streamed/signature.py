@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from poros_core.call_state import ambient
+from poros_core.call_state import ambient, is_capture_hook
 from poros_runtimes.streamed.block import Block, BlockCall, IsolatedCache
 
 __all__ = ["BackwardKey", "BlockConstants", "ForwardKey", "Layout", "layout_of"]
@@ -58,7 +58,8 @@ class ForwardKey:
         parameters: identity, address, dtype and ``requires_grad`` of everything in the block that
             does not stream.
         flags: train/eval modes, autocast, adapters' switches and scaling, kernels allowed.
-        constants: dropout rates, merged adapters, attention implementation.
+        constants: dropout rates, merged adapters, attention's implementation and constants, and
+            which modules the block has.
     """
 
     layers: tuple[int, ...]
@@ -110,7 +111,13 @@ class BlockConstants:
     def hooked(self) -> bool:
         """Say whether the user hooked a module inside the block."""
         anywhere: Any = torch.nn.modules.module
-        return any(self._hooks) or bool(anywhere._has_any_global_hook())
+        return bool(anywhere._has_any_global_hook()) or any(
+            not is_capture_hook(hook) for hooks in self._hooks if hooks for hook in hooks.values()
+        )
+
+    def unpads(self) -> bool:
+        """Say whether attention looks at the mask on the host, which no capture allows."""
+        return any("flash" in str(_implementation(a)) for a in self._attentions)
 
     def read(self) -> tuple[object, ...]:
         """Return the settings as they are now."""
@@ -118,10 +125,12 @@ class BlockConstants:
             tuple(dropout.p for dropout in self._dropouts),
             tuple(
                 (
-                    a.attention_dropout,
-                    getattr(getattr(a, "config", None), "_attn_implementation", 0),
+                    attention.attention_dropout,
+                    _implementation(attention),
+                    getattr(attention, "scaling", None),
+                    getattr(attention, "sliding_window", None),
                 )
-                for a in self._attentions
+                for attention in self._attentions
             ),
             tuple(bool(tuner.merged) for tuner in self._tuners),
             tuple(
@@ -129,6 +138,10 @@ class BlockConstants:
                 for module, name in self._buffers
             ),
         )
+
+
+def _implementation(attention: Any) -> object:
+    return getattr(getattr(attention, "config", None), "_attn_implementation", None)
 
 
 def _is_dropout(module: nn.Module) -> bool:
@@ -170,6 +183,8 @@ def forward_key(
     assert call.state is not None
     if call.shared or call.thread or constants.hooked() or torch.is_anomaly_enabled():
         return None
+    if constants.unpads():
+        return None
     layouts = [layout_of(t, wanted=w) for t, w in zip(inputs, wanted, strict=True)]
     arguments = [_argument(leaf) for leaf in call.leaves]
     if None in layouts or _EAGER in arguments:
@@ -185,7 +200,7 @@ def forward_key(
             if (param := module._parameters.get(name)) is not None
         ),
         call.state.flags,
-        constants.read(),
+        (call.block.version, *constants.read()),
     )
 
 

@@ -95,6 +95,7 @@ class Window:
             readable: units that may rightly be read while parked, so never bound to poison.
         """
         self.arena = torch.empty(size, dtype=torch.uint8, device=device)
+        lane.adopt(self.arena)
         self.copies = 0
         self.bytes_streamed = 0
         self._lane = lane
