@@ -137,7 +137,8 @@ def test_training_after_moves() -> None:
     twins(script, sizes=(1, 2))
 
 
-def test_accelerate_prepare(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("new_accelerate")
+def test_accelerate_prepare() -> None:
     def script(arm: Arm) -> None:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
         before = Places(arm.model) if arm.streamed else None
