@@ -151,7 +151,7 @@ class StreamedHandle:
         attachments.set(
             plan.decoder,
             "forward",
-            torch.compiler.disable(partial(self._decoder_forward, plan.decoder.forward)),
+            _uncompiled(partial(self._decoder_forward, plan.decoder.forward)),
         )
         owners = {id(owner): owner for unit in plan.units() for owner, _, _ in unit.places}
         for owner in owners.values():
@@ -395,10 +395,16 @@ def _uncheckpointed(
         return forward(*args, **kwargs)
 
 
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a compiler from tracing through the runtime."""
+    compiler: Any = torch.compiler
+    disabled: Callable[..., Any] = compiler.disable(function)
+    return disabled
+
+
 def _tuners(blocks: Iterable[Block]) -> list[Any]:
-    return [
-        tuner for block in {id(b): b for b in blocks}.values() for tuner in block.modules.tuners
-    ]
+    each = {id(block): block for block in blocks}.values()
+    return [tuner for block in each for tuner in block.modules.tuners]
 
 
 def _refuse_merge(*args: Any, **kwargs: Any) -> None:

@@ -281,17 +281,82 @@ def test_exception_in_the_recompute(where: int) -> None:
 
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
+        calls: list[int] = []
+
+        def second_time(*args: object) -> None:
+            calls.append(len(calls))
+            if len(calls) == 2:
+                _raise()
+
+        handle = layers_of(arm.model)[where].mlp.register_forward_hook(second_time)
         loss = arm.model(**batches(1)[0]).loss
         found = torch.get_rng_state()
         if arm.streamed:
-            handle = layers_of(arm.model)[where].mlp.register_forward_hook(_raise)
             with pytest.raises(ZeroDivisionError):
                 loss.backward()
-            handle.remove()
             assert torch.equal(torch.get_rng_state(), found)
+        handle.remove()
         del loss
         optimizer.zero_grad()
         arm.train(batches(1, seed=1), optimizer)
+
+    twins(script)
+
+
+def test_a_hook_that_is_gone_before_the_backward_runs_in_the_recompute() -> None:
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        mlp = layers_of(arm.model)[2].mlp
+        handle = mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+        loss = arm.model(**batches(1)[0]).loss
+        handle.remove()
+        loss.backward()
+        arm.step(optimizer)
+
+    twins(script)
+
+
+def test_a_hook_that_came_after_the_forward_does_not() -> None:
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        mlp = layers_of(arm.model)[2].mlp
+        loss = arm.model(**batches(1)[0]).loss
+        handle = mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+        loss.backward()
+        handle.remove()
+        arm.step(optimizer)
+
+    twins(script)
+
+
+def test_a_layer_hook_sees_the_layers_output_at_every_block_size() -> None:
+    def script(arm: Arm) -> None:
+        seen: list[torch.Tensor] = []
+        handles = [
+            layer.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+            for layer in layers_of(arm.model)
+        ]
+        with torch.no_grad():
+            arm.model(**batches(1)[0])
+        for index, output in enumerate(seen):
+            arm.note(f"layer {index}", output)
+        for handle in handles:
+            handle.remove()
+
+    twins(script, sizes=(1, 2))
+
+
+def test_a_loss_that_reaches_into_a_layer_is_an_error() -> None:
+    def script(arm: Arm) -> None:
+        taken: list[torch.Tensor] = []
+        mlp = layers_of(arm.model)[2].mlp
+        handle = mlp.register_forward_hook(lambda module, args, output: taken.append(output))
+        loss = arm.model(**batches(1)[0]).loss
+        handle.remove()
+        arm.note("loss", loss.detach())
+        if arm.streamed:
+            with pytest.raises(StateError, match="from inside a decoder layer"):
+                (loss + taken[0].square().mean()).backward()
 
     twins(script)
 
