@@ -23,9 +23,12 @@ import torch
 from attrs import frozen
 
 from poros_core.errors import PrepareError, StateError
+from poros_core.log import get_logger
 from poros_core.protocols import TensorRef
 
 __all__ = ["ALIGNMENT", "HostBuffer", "HostStore", "TensorEntry", "UnitImage", "layout"]
+
+_log = get_logger("host_store")
 
 ALIGNMENT = 256
 """Bytes. The CUDA allocator aligns to 512 and kernels choose by alignment up to 256 at most; a
@@ -86,10 +89,7 @@ class HostBuffer:
         self.device = device
         free = available_memory()
         if free is not None and nbytes > free:
-            raise PrepareError(
-                f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more are needed, "
-                f"and {free / 1e9:.2f} GB are available. Free memory, or use a smaller model."
-            )
+            _say_short(nbytes, free, device)
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1))
         except OSError as error:
@@ -114,6 +114,19 @@ class HostBuffer:
         return torch.frombuffer(
             self._map, dtype=entry.dtype, count=count, offset=entry.offset
         ).view(entry.shape)
+
+
+def _say_short(nbytes: int, free: int, device: torch.device) -> None:
+    """Refuse on a CPU, where the process would be killed while it copies. Page-locking answers for
+    itself, and a virtual machine may be given more memory as it is used, so there only a warning.
+    """
+    if device.type == "cuda":
+        _log.warning("host_memory_low", needed=nbytes, available=free)
+        return
+    raise PrepareError(
+        f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more are needed, and "
+        f"{free / 1e9:.2f} GB are available. Free memory, or use a smaller model."
+    )
 
 
 def available_memory() -> int | None:

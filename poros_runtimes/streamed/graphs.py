@@ -13,16 +13,13 @@ of them: a later replay would overwrite it.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Protocol
 
 import attrs
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from poros_core.call_state import restored, rng_state, set_rng_state
 from poros_core.errors import StateError
@@ -35,6 +32,8 @@ from poros_runtimes.streamed.boundary import (
     leaves_of,
     nothing_saved,
 )
+from poros_runtimes.streamed.buffers import Buffer, Stretch
+from poros_runtimes.streamed.capture import Capturer, CudaCapturer, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,
     BlockConstants,
@@ -45,117 +44,13 @@ from poros_runtimes.streamed.signature import (
     layout_of,
 )
 
-__all__ = ["Capturer", "CudaCapturer", "GraphExecutor", "Replayable"]
+__all__ = ["GraphExecutor"]
 
 _log = get_logger("graphs")
 
 SIGNATURES = 4
 """Calls of different shape or state that one block keeps graphs for; the one that was not used
 for longest goes first. A graph takes about 3 MB of device memory outside the allocator."""
-
-_ALIGNMENT = 512
-"""Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
-
-
-class Replayable(Protocol):
-    """Something captured that can be run again."""
-
-    def replay(self) -> None:
-        """Run the captured kernels on the current stream."""
-        ...
-
-
-class Capturer(Protocol):
-    """Turns work into something that can be replayed."""
-
-    def capture(self, body: Callable[[], None]) -> Replayable:
-        """Capture what ``body`` launches, without running it.
-
-        Raises:
-            RuntimeError: something in it cannot be captured.
-        """
-        ...
-
-
-class CudaCapturer:
-    """Captures CUDA graphs, all in one pool; see [Note: Graphs and memory]."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, body: Callable[[], None]) -> Replayable:
-        """Capture on a stream of its own; see ``Capturer``.
-
-        Only this thread is watched for calls that a capture forbids, so a data loader's threads
-        may go on pinning memory. The collector waits: freeing a CUDA object would break it.
-        """
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    body()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        finally:
-            current.wait_stream(self._stream)
-            if collecting:
-                gc.enable()
-        return graph
-
-
-class _Buffer:
-    """A tensor argument's stand-in at a fixed address."""
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        strides = [s or 1 for s in layout.stride]
-        self._base = torch.empty_strided(layout.compact, strides, dtype=layout.dtype, device=device)
-        self.tensor = self._base.expand(layout.shape)
-        self._source: torch.Tensor | None = None
-        self._version = -1
-
-    def fill(self, source: torch.Tensor) -> None:
-        """Copy ``source`` in, unless it is what was copied last."""
-        if source.is_inference():
-            self._source = None
-            self.fill_always(source)
-            return
-        if source is self._source and source._version == self._version:
-            return
-        self.fill_always(source)
-        self._source, self._version = source, source._version
-
-    def fill_always(self, source: torch.Tensor) -> None:
-        """Copy ``source`` in and do not keep it."""
-        for dim, stride in enumerate(self.layout.stride):
-            if stride == 0:
-                source = source.narrow(dim, 0, 1)
-        self._base.copy_(source)
-
-
-@frozen(eq=False)
-class _Stretch:
-    """Gradients of parameters side by side, so that one copy takes them all out."""
-
-    flat: torch.Tensor
-    pieces: tuple[tuple[int, int, Layout], ...]
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return each gradient as a view of ``flat``."""
-        return [
-            flat[start:end].view(layout.dtype).as_strided(layout.shape, layout.stride)
-            for start, end, layout in self.pieces
-        ]
 
 
 @define(eq=False)
@@ -165,9 +60,9 @@ class _Forward:
     outputs: list[Layout]
     differentiable: list[bool]
     graph: Replayable | None = None
-    inputs: list[_Buffer] = field(factory=list, repr=False)
-    arguments: list[tuple[int, _Buffer]] = field(factory=list, repr=False)
-    results: list[_Buffer] = field(factory=list, repr=False)
+    inputs: list[Buffer] = field(factory=list, repr=False)
+    arguments: list[tuple[int, Buffer]] = field(factory=list, repr=False)
+    results: list[Buffer] = field(factory=list, repr=False)
     refused: bool = False
     backwards: dict[BackwardKey, _Backward] = field(factory=dict, repr=False)
 
@@ -178,9 +73,9 @@ class _Backward:
 
     layouts: list[Layout | None]
     graph: Replayable | None = None
-    gradients: list[_Buffer | None] = field(factory=list, repr=False)
-    results: list[_Buffer | None] = field(factory=list, repr=False)
-    stretch: _Stretch | None = field(default=None, repr=False)
+    gradients: list[Buffer | None] = field(factory=list, repr=False)
+    results: list[Buffer | None] = field(factory=list, repr=False)
+    stretch: Stretch | None = field(default=None, repr=False)
     refused: bool = False
 
 
@@ -201,10 +96,10 @@ class GraphExecutor:
         self._eager = eager
         self._device = device
         self._capturer = CudaCapturer(device) if capturer is None else capturer
-        self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], _Buffer] = (
+        self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], Buffer] = (
             weakref.WeakValueDictionary()
         )
-        self._stretches: weakref.WeakValueDictionary[tuple[Layout, ...], _Stretch] = (
+        self._stretches: weakref.WeakValueDictionary[tuple[Layout, ...], Stretch] = (
             weakref.WeakValueDictionary()
         )
         self._seen: dict[Block, OrderedDict[ForwardKey, _Forward]] = {}
@@ -419,28 +314,21 @@ class GraphExecutor:
             leaves[position] = buffer.tensor
         return attrs.evolve(call, leaves=leaves)
 
-    def _buffer(self, role: str, index: int, layout: Layout | None) -> _Buffer:
+    def _buffer(self, role: str, index: int, layout: Layout | None) -> Buffer:
         assert layout is not None
         layout = attrs.evolve(layout, wanted=False)
         key = (role, index, layout)
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = _Buffer(layout, self._device)
+            buffer = self._buffers[key] = Buffer(layout, self._device)
         return buffer
 
-    def _stretch(self, layouts: tuple[Layout, ...]) -> _Stretch | None:
+    def _stretch(self, layouts: tuple[Layout, ...]) -> Stretch | None:
         if not layouts:
             return None
         stretch = self._stretches.get(layouts)
         if stretch is None:
-            pieces: list[tuple[int, int, Layout]] = []
-            end = 0
-            for layout in layouts:
-                nbytes = torch.Size(layout.shape).numel() * layout.dtype.itemsize
-                pieces.append((end, end + nbytes, layout))
-                end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-            flat = torch.empty(end, dtype=torch.uint8, device=self._device)
-            stretch = self._stretches[layouts] = _Stretch(flat, tuple(pieces))
+            stretch = self._stretches[layouts] = Stretch.of(layouts, self._device)
         return stretch
 
     def _constants_of(self, block: Block) -> BlockConstants:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 
 from poros_core.call_state import is_capture_hook
 from poros_core.errors import PrepareError, SettingsError, StateError
@@ -30,6 +28,15 @@ from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, isola
 from poros_runtimes.streamed.boundary import EagerExecutor, Executor, run_block
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
+from poros_runtimes.streamed.model_calls import (
+    refuse_filled_cache,
+    refuse_merge,
+    swapped,
+    tuners,
+    uncheckpointed,
+    uncompiled,
+    wants_hidden_states,
+)
 from poros_runtimes.streamed.window import Window
 
 __all__ = ["StreamedHandle"]
@@ -136,7 +143,7 @@ class StreamedHandle:
             block = Block(
                 group,
                 modules=modules,
-                forwards=[partial(_uncheckpointed, m, m.forward) for m in modules],
+                forwards=[partial(uncheckpointed, m, m.forward) for m in modules],
                 streamed=streamed,
                 units=self,
             )
@@ -151,15 +158,15 @@ class StreamedHandle:
         attachments.set(
             plan.decoder,
             "forward",
-            _uncompiled(partial(self._decoder_forward, plan.decoder.forward)),
+            uncompiled(partial(self._decoder_forward, plan.decoder.forward)),
         )
         owners = {id(owner): owner for unit in plan.units() for owner, _, _ in unit.places}
         for owner in owners.values():
             guard = guard_apply(owner, streamed=streamed, device=plan.device)
             attachments.set(owner, "_apply", guard)
             self._put_back += [codec.keep_layout(owner) for codec in plan.codecs]
-        for tuner in _tuners(self._blocks.values()):
-            attachments.set(tuner, "merge", _refuse_merge)
+        for tuner in tuners(self._blocks.values()):
+            attachments.set(tuner, "merge", refuse_merge)
         dtypes = frozenset(param.dtype for param in self._streamed)
         for root in {id(m): m for m in (model, plan.model)}.values():
             attachments.set(root, "_apply", guard_root(root, dtypes=dtypes, device=plan.device))
@@ -172,7 +179,7 @@ class StreamedHandle:
         if torch.is_grad_enabled():
             self.clock.mark(self.counters(), tokens=tokens_in(args, kwargs))
         self._begin_forward(args, kwargs)
-        thread = _wants_hidden_states(self.plan.decoder, kwargs)
+        thread = wants_hidden_states(self.plan.decoder, kwargs)
         single = thread or self._layers_hooked()
         call = _DecoderCall(self._singles if single else self._blocks, thread=thread)
         outer, self._call = self._call, call
@@ -200,7 +207,7 @@ class StreamedHandle:
 
     def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
-            _refuse_filled_cache([*args, *kwargs.values()])
+            refuse_filled_cache([*args, *kwargs.values()])
             if any(param.requires_grad for param in self._streamed):
                 raise StateError(
                     "A base weight that streams was set to require gradients. Call "
@@ -214,7 +221,7 @@ class StreamedHandle:
             self._lowest = len(self._layers)
 
     def _refuse_merged(self) -> None:
-        if any(tuner.merged for tuner in _tuners(self._blocks.values())):
+        if any(tuner.merged for tuner in tuners(self._blocks.values())):
             raise StateError(
                 "The model's adapters are merged into its base. Call poros.unprepare(model) and "
                 "model.unmerge_adapter() before it is prepared."
@@ -235,7 +242,7 @@ class StreamedHandle:
         bounded: torch.Tensor = _DecoderOutput.apply(self, token, hidden)  # type: ignore[no-untyped-call]
         swaps = {id(hidden): bounded}
         swaps.update((id(entered), behind) for entered, behind in call.entered_behind)
-        return _swapped(output, swaps)
+        return swapped(output, swaps)
 
     def _layer_forward(self, index: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args:
@@ -385,61 +392,3 @@ class _DecoderOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
         ctx.handle.head_done(ctx.token)
         return None, None, gradient
-
-
-def _uncheckpointed(
-    layer: nn.Module, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    off = getattr(layer, "gradient_checkpointing", False)
-    with checkpointing_off([layer]) if off else nullcontext():
-        return forward(*args, **kwargs)
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a compiler from tracing through the runtime."""
-    compiler: Any = torch.compiler
-    disabled: Callable[..., Any] = compiler.disable(function)
-    return disabled
-
-
-def _tuners(blocks: Iterable[Block]) -> list[Any]:
-    each = {id(block): block for block in blocks}.values()
-    return [tuner for block in each for tuner in block.modules.tuners]
-
-
-def _refuse_merge(*args: Any, **kwargs: Any) -> None:
-    raise StateError(
-        "Adapters cannot be merged into a base that streams. Call poros.unprepare(model) first, "
-        "then merge."
-    )
-
-
-def _swapped(output: Any, swaps: Mapping[int, torch.Tensor]) -> Any:
-    """Put tensors behind their boundary into a decoder's output, in place of what it collected."""
-    if isinstance(output, tuple):
-        return tuple(_swapped(item, swaps) for item in output)
-    if not isinstance(output, MutableMapping):
-        return swaps.get(id(output), output)
-    for name, value in list(output.items()):
-        if isinstance(value, tuple | torch.Tensor):
-            output[name] = _swapped(value, swaps)
-    return output
-
-
-def _wants_hidden_states(decoder: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller reads what passes between layers, which grouped layers do not have."""
-    config: Any = decoder.config
-    return any(
-        kwargs.get(name) if kwargs.get(name) is not None else getattr(config, name, False)
-        for name in ("output_hidden_states", "output_attentions")
-    )
-
-
-def _refuse_filled_cache(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, Cache) and value.get_seq_length() > 0:
-            raise StateError(
-                "A forward with gradients was given a cache that is already filled. The "
-                "recompute in the backward would append to it a second time. Wrap the call in "
-                "torch.no_grad(), or pass no cache."
-            )
