@@ -78,14 +78,14 @@ def lora_config(**changes: Any) -> LoraConfig:
 
 
 @functools.cache
-def _workplace() -> tempfile.TemporaryDirectory[str]:
+def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="poros-semantics-")
 
 
 @functools.cache
 def checkpoint(*, tied: bool = False) -> Path:
     """Write the tiny checkpoint once per session; biases and norms are not trivial."""
-    path = Path(_workplace().name) / ("tied" if tied else "untied")
+    path = Path(_folder().name) / ("tied" if tied else "untied")
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=64,
