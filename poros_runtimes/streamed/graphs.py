@@ -110,8 +110,12 @@ class GraphExecutor:
         self, call: BlockCall, inputs: Sequence[torch.Tensor], wanted: Sequence[bool]
     ) -> tuple[list[torch.Tensor], list[bool]]:
         """Run the first forward; see ``Executor``."""
-        key = forward_key(call, inputs, wanted, self._constants_of(call.block))
+        constants = self._constants_of(call.block)
+        key = forward_key(call, inputs, wanted, constants)
         if key is None:
+            if constants.hooked():
+                reason = "a module in it is hooked"
+                self._say_once("block_runs_eagerly", block=call.block.name, reason=reason)
             return self._eager.forward(call, inputs, wanted)
         seen = self._seen.setdefault(call.block, OrderedDict())
         entry = seen.get(key)
@@ -336,10 +340,6 @@ class GraphExecutor:
         if constants is None or version != block.version:
             constants = BlockConstants(block)
             self._constants[block] = (block.version, constants)
-        if constants.hooked():
-            self._say_once(
-                "block_runs_eagerly", block=block.name, reason="a module in it is hooked"
-            )
         return constants
 
     def _say_once(self, event: str, *, block: str, reason: str) -> None:
