@@ -16,7 +16,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from attrs import frozen
 
 from poros_core.errors import PrepareError, StateError
 from poros_core.log import get_logger
+from poros_core.machine import available_memory
 from poros_core.protocols import TensorRef
 
 __all__ = ["ALIGNMENT", "HostBuffer", "HostStore", "TensorEntry", "UnitImage", "layout"]
@@ -127,17 +127,6 @@ def _say_short(nbytes: int, free: int, device: torch.device) -> None:
         f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more are needed, and "
         f"{free / 1e9:.2f} GB are available. Free memory, or use a smaller model."
     )
-
-
-def available_memory() -> int | None:
-    """Return how many bytes of memory Linux says can be used without swapping, or None where it
-    does not say (``MemAvailable`` in ``/proc/meminfo``, proc(5))."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0][1]) * 1024 if found else None
 
 
 def _page_lock(buffer: HostBuffer, device: torch.device) -> None:

@@ -51,7 +51,7 @@ def panel_lines(
         *_towers(plan),
         (
             "stack",
-            "not checked (run poros gate)"
+            "not checked (run poros doctor)"
             if status.record is None
             else f"matches the record {status.record.file}",
         ),

@@ -219,7 +219,7 @@ def test_the_panel_names_the_dtype_of_a_plain_base(dtype: torch.dtype, title: st
 def test_the_panel_says_whether_a_record_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = panel(torch.float32)
     assert lines["architecture"].startswith("experimental (validated on H200 sm_90 with ")
-    assert lines["stack"] == "not checked (run poros gate)"
+    assert lines["stack"] == "not checked (run poros doctor)"
     monkeypatch.setattr(poros_core.panel, "running_stack", lambda device: H200)
     lines = panel(torch.float32)
     assert lines["architecture"].startswith("validated (qwen2 ")

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from poros._extras import missing_extra
-from poros.cli import check, demo, families, gate
+from poros.cli import check, demo, doctor, families, gate
 from poros.cli.output import configure_logging, print_error
 from poros_core.errors import PorosError
 
@@ -69,6 +69,7 @@ families.register(app)
 check.register(app)
 gate.register(app)
 demo.register(app)
+doctor.register(app)
 
 
 def main() -> None:

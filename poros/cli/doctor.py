@@ -1,0 +1,86 @@
+"""``poros doctor``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import attrs
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from poros.cli.output import console, print_json, print_line
+from poros_core.doctor import Finding, Level, examine, worst
+
+__all__ = ["register"]
+
+_FAILED = 1
+_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+) -> None:
+    """Look at this machine: versions, GPU, link, memory, disk; and say what to do.
+
+    Exit status: 0 no problem, though there may be warnings; 1 a problem.
+    """
+    findings = examine()
+    if json_output:
+        print_json(_as_json(findings))
+    else:
+        _print(findings)
+    if worst(findings) is Level.PROBLEM:
+        raise typer.Exit(_FAILED)
+
+
+def _as_json(findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "verdict": worst(findings).value,
+        "findings": [{**attrs.asdict(f), "level": f.level.value} for f in findings],
+    }
+
+
+def _print(findings: list[Finding]) -> None:
+    out = console()
+    _print_findings(out, findings)
+    fixes: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.fix is not None:
+            names = fixes.setdefault(finding.fix, [])
+            if finding.name not in names:
+                names.append(finding.name)
+    if not fixes:
+        print_line(Text("\nNothing to do.", style="green"))
+        return
+    print_line(Text("\nWhat to do", style="bold"))
+    for fix, names in fixes.items():
+        print_line(Text.assemble((f"{', '.join(names)}: ", "bold"), fix))
+
+
+def _print_findings(out: Console, findings: list[Finding]) -> None:
+    """Print a table on a terminal, and one line a finding elsewhere."""
+    rows = [(_level(finding), finding.name, finding.text) for finding in findings]
+    if not out.is_terminal:
+        width = max(len(name) for _, name, _ in rows)
+        for level, name, text in rows:
+            print_line(Text.assemble(level, f"  {name:<{width}}  {text}"))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def _level(finding: Finding) -> Text:
+    width = max(len(level.value) for level in Level)
+    return Text(f"{finding.level.value.upper():<{width}}", style=_STYLES[finding.level])
