@@ -1,0 +1,141 @@
+"""What one measurement of training's cost works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import asdict, evolve, field, frozen
+
+from poros_core.gate.options import GateOptions, Subject, subject_of
+
+METHODS = ("poros", "peft", "peft-checkpointing", "accelerate-offload", "unsloth")
+_LARGEST_ON_DISK = 16e9
+
+
+@frozen(kw_only=True)
+class Work:
+    """What one process measures.
+
+    Attributes:
+        method: one of ``METHODS``.
+        family: the family of the shape.
+        shape: a shape of the family.
+        layers: decoder layers, instead of the shape's own number.
+        precision: of the base, ``"nf4"`` or ``"bf16"``.
+        seq_len: tokens a sequence; None means 32 for a tiny shape, else 512.
+        batch: sequences a step; None means 2 for a tiny shape, else 1.
+        rank: LoRA rank; None means 4 for a tiny shape, else 16.
+        dropout: of LoRA.
+        steps: steps that are timed.
+        warmup: steps before them, in which graphs are captured.
+        seed: of weights, adapters, tokens and dropout.
+        optimizer_state: ``"device"``, or ``"host"`` between steps.
+        graphs: Poros' setting.
+        block_size: Poros' setting.
+        vram_budget: Poros' setting: None, bytes, or text such as ``"16GB"`` or ``"auto"``.
+        prepare: further settings of ``poros.prepare``.
+        chunk: tokens of a chunk of the loss; None means the model's own loss.
+        direct: draw weights in place, without a checkpoint; None means for shapes whose bf16
+            checkpoint is larger than 16 GB.
+        cap_bytes: emulate a card of that size.
+        cap_reserve_bytes: of it, for graphs and for kernels that are loaded later.
+    """
+
+    method: str
+    shape: str
+    family: str = "qwen2"
+    layers: int | None = None
+    precision: str = "nf4"
+    seq_len: int | None = None
+    batch: int | None = None
+    rank: int | None = None
+    dropout: float = 0.05
+    steps: int = 20
+    warmup: int = 5
+    seed: int = 0
+    optimizer_state: Literal["device", "host"] = "device"
+    graphs: Literal["auto", "on", "off"] = "auto"
+    block_size: int | Literal["all"] = 1
+    vram_budget: int | str | None = None
+    prepare: Mapping[str, Any] = field(factory=dict)
+    chunk: int | None = None
+    direct: bool | None = None
+    cap_bytes: int | None = None
+    cap_reserve_bytes: int = 600_000_000
+
+    def subject(self) -> Subject:
+        """Settle defaults, and the config with ``layers`` in it."""
+        asked = GateOptions(
+            family=self.family,
+            shape=self.shape,
+            seq_len=self.seq_len,
+            batch=self.batch,
+            rank=self.rank,
+            dropout=self.dropout,
+            precision=self.precision,
+        )
+        found = subject_of(asked)
+        if self.layers is None:
+            return found
+        return evolve(found, config={**found.config, "num_hidden_layers": self.layers})
+
+    def draws_directly(self) -> bool:
+        """Whether weights are drawn in place."""
+        return (
+            _bf16_bytes(self.subject()) > _LARGEST_ON_DISK if self.direct is None else self.direct
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a record says of how the method was set."""
+        common: dict[str, Any] = {"optimizer_state": self.optimizer_state, "loss_chunk": self.chunk}
+        if self.method == "poros":
+            common |= {
+                "block_size": self.block_size,
+                "vram_budget": self.vram_budget,
+                "graphs": self.graphs,
+                **self.prepare,
+            }
+        if self.cap_bytes is not None:
+            common |= {"cap_bytes": self.cap_bytes, "cap_reserve_bytes": self.cap_reserve_bytes}
+        return common
+
+
+def _bf16_bytes(subject: Subject) -> int:
+    """Return roughly what a checkpoint in bf16 takes."""
+    text = subject.text_config
+    hidden, layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
+    per_head = text.get("head_dim") or hidden // int(text["num_attention_heads"])
+    heads = int(text["num_attention_heads"]) + int(text["num_key_value_heads"])
+    attention = 2 * hidden * int(per_head) * heads
+    layer = attention + 3 * hidden * int(text["intermediate_size"])
+    tables = (1 if text.get("tie_word_embeddings") else 2) * subject.vocabulary * hidden
+    return 2 * (layers * layer + tables)
+
+
+def described(work: Work) -> dict[str, Any]:
+    """Return what a record says of the work itself."""
+    from direct_weights import WEIGHTS
+
+    subject = work.subject()
+    return {
+        "method": work.method,
+        "family": subject.family.name,
+        "shape": subject.shape,
+        "layers": int(subject.text_config["num_hidden_layers"]),
+        "precision": work.precision,
+        "seq_len": subject.seq_len,
+        "batch": subject.batch,
+        "rank": subject.rank,
+        "dropout": work.dropout,
+        "seed": work.seed,
+        "steps": work.steps,
+        "warmup": work.warmup,
+        "settings": work.settings(),
+        "weights": WEIGHTS if work.draws_directly() else "seeded random, from a bf16 checkpoint",
+    }
+
+
+def as_plain(work: Work) -> dict[str, Any]:
+    """Return the work as plain data, for the process that measures it."""
+    return asdict(work)

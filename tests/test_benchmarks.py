@@ -1,0 +1,180 @@
+"""The benchmarks: what they measure, record and print, on a CPU with a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+FIELDS = {
+    *("kind", "method", "family", "shape", "precision", "seq_len", "batch", "rank", "dropout"),
+    *("settings", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"),
+    *("step_seconds", "bytes_streamed_per_step", "link_bytes_per_second", "link_floor_seconds"),
+    *("resident_units", "graph_replays", "eager_blocks", "run_id", "command", "stack", "date"),
+}
+
+
+@pytest.fixture
+def bench() -> Iterator[SimpleNamespace]:
+    """Give the benchmark scripts' modules, found as the scripts find them."""
+    sys.path.insert(0, str(BENCHMARKS))
+    names = ("training_cost", "cost_work", "cost_loop", "cost_table", "direct_weights")
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def cost(bench: Any, *argv: str) -> list[Any]:
+    line = ["--shape", "tiny", "--direct", "yes", "--steps", "10", "--warmup", "1", *argv]
+    found: list[Any] = bench.training_cost.works(bench.training_cost.arguments(line))
+    return found
+
+
+def here(bench: Any) -> Any:
+    """Return what measures in this process, so that a test imports torch once."""
+    return lambda work, path: json.loads(json.dumps(bench.cost_loop.outcome(work, path)))
+
+
+def test_training_cost_records_every_method_of_a_run(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = "poros:optimizer-state=host,peft-checkpointing,accelerate-offload,unsloth"
+    records = bench.training_cost.run(
+        cost(bench, "--methods", methods, "--seq-len", "8"),
+        runner=here(bench),
+        checkpoint=lambda work: None,
+        json_dir=tmp_path,
+        command="python benchmarks/training_cost.py",
+    )
+    written = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    assert sorted(r["method"] for r in written) == sorted(r["method"] for r in records)
+    assert all(record.keys() >= FIELDS for record in written)
+    assert {record["run_id"] for record in written} == {records[0]["run_id"]}
+    streamed, resident, offloaded, absent = records
+    assert streamed["losses"] == resident["losses"]
+    assert len(streamed["step_seconds_all"]) == 10
+    assert streamed["step_seconds"]["min"] <= streamed["step_seconds"]["median"]
+    assert streamed["bytes_streamed_per_step"] > streamed["optimizer_bytes_per_step"] > 0
+    assert streamed["eager_blocks"] == 10 * 2 * 4
+    assert resident["bytes_streamed_per_step"] == resident["eager_blocks"] == 0
+    for figure in ("peak_allocated_bytes", "peak_device_bytes", "link_floor_seconds"):
+        assert streamed[figure] is None
+    assert offloaded["outcome"] == absent["outcome"] == "refused"
+    assert "dispatched on the CPU" in offloaded["error"]
+    assert offloaded["step_seconds"] is None
+    shown = capsys.readouterr().out
+    assert "refused: unsloth is not installed" in shown
+    assert "optimizer_state=host" in shown
+
+
+def test_accelerate_offload_trains_a_plain_base(bench: Any) -> None:
+    offloaded, resident = cost(
+        bench,
+        *("--methods", "accelerate-offload,peft", "--seq-len", "8", "--precision", "bf16"),
+    )
+    found = [here(bench)(work, None) for work in (offloaded, resident)]
+    assert [each["outcome"] for each in found] == ["trained", "trained"]
+    assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-3)
+
+
+def test_the_floor_is_the_bytes_over_the_runs_highest_rate(bench: Any, tmp_path: Path) -> None:
+    def runner(work: Any, path: Path | None) -> dict[str, Any]:
+        rate = 50e9 if work.method == "poros" else 55e9
+        return {
+            "outcome": "trained",
+            "error": None,
+            "step_seconds": {"median": 0.3, "min": 0.2, "max": 0.4},
+            "bytes_streamed_per_step": 11_000_000_000,
+            "peak_device_bytes": 6_100_000_000,
+            "graph_replays": 9,
+            "eager_blocks": 1,
+            "link": {"268435456": rate},
+        }
+
+    todo = cost(bench, "--methods", "poros,peft-checkpointing", "--cap-bytes", "6e9")
+    streamed, resident = bench.training_cost.run(
+        todo, runner=runner, checkpoint=lambda work: None, json_dir=tmp_path, command=""
+    )
+    assert streamed["link_bytes_per_second"] == resident["link_bytes_per_second"] == 55e9
+    assert streamed["link_floor_seconds"] == pytest.approx(0.2)
+    assert streamed["step_over_floor"] == pytest.approx(1.5)
+    assert streamed["within_cap"] is False
+    assert len(list(tmp_path.iterdir())) == 2
+    table = bench.cost_table.table([streamed, resident])
+    assert table.splitlines()[1].split()[-5:] == ["0.200", "1.500", "1.000", "90", "%"]
+
+
+def test_a_method_that_fails_is_reported_and_the_run_goes_on(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = cost(bench, "--methods", "poros")[0]
+    for code, outcome in ((1, "failed"), (-9, "killed"), (None, "too slow")):
+        monkeypatch.setattr(
+            bench.training_cost, "_start", lambda *a, code=code, **k: (code, "OSError: disk")
+        )
+        found = bench.training_cost.in_a_process(work, None, timeout=3.0)
+        assert found["outcome"] == outcome
+        record = bench.training_cost.record_of(
+            work, found, run_id="r", link=None, command="c", date="d"
+        )
+        assert record["step_seconds"] is None
+        assert outcome in bench.cost_table.table([record])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--methods", "magic"], "no method 'magic'"),
+        (["--methods", "poros:colour=red"], "'colour' is none of"),
+        (["--methods", "poros", "--steps", "9"], "10 steps or more"),
+        (["--methods", "poros", "--prepare", "odd"], "no NAME=VALUE"),
+    ],
+)
+def test_bad_input_is_named(bench: Any, argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cost(bench, *argv)
+
+
+def test_settings_of_a_run_and_of_a_method(bench: Any) -> None:
+    plain, own = cost(
+        bench,
+        *("--methods", "poros,poros:block-size=4:graphs=off:vram-budget=16GB:seq-len=16"),
+        *("--cap-bytes", "6e9", "--prepare", "offload=true", "--prepare", "where=disk"),
+    )
+    assert plain.cap_bytes == own.cap_bytes == 6_000_000_000
+    assert (plain.block_size, own.block_size) == (1, 4)
+    assert (own.graphs, own.vram_budget, own.subject().seq_len) == ("off", "16GB", 16)
+    assert own.settings()["offload"] is True
+    assert own.settings()["where"] == "disk"
+
+
+def test_weights_are_drawn_in_place_where_a_checkpoint_is_large(bench: Any) -> None:
+    Work = bench.cost_work.Work
+    direct = {
+        shape: Work(method="poros", shape=shape).draws_directly()
+        for shape in ("tiny", "7b", "32b", "72b")
+    }
+    assert direct == {"tiny": False, "7b": False, "32b": True, "72b": True}
+
+
+@pytest.mark.parametrize("home", ["store", "device", "host"])
+def test_direct_weights_are_the_same_wherever_they_are_put(bench: Any, home: str) -> None:
+    config = bench.cost_work.Work(method="poros", shape="tiny").subject().config
+    build = bench.direct_weights.direct_model
+    ids = torch.arange(3, 19)[None]
+    logits = []
+    for place in ("device", home):
+        model = build(config, precision="nf4", seed=3, device=torch.device("cpu"), home=place)
+        logits.append(model(input_ids=ids).logits)
+    assert torch.equal(*logits)
+    first, second = (layer.mlp.up_proj.weight for layer in model.model.layers[:2])
+    assert not torch.equal(first.data, second.data)
