@@ -1,58 +1,24 @@
-"""Fine-tune a LoRA adapter with TRL's SFTTrainer; --poros streams the frozen base."""
+"""LoRA with SFTTrainer: sft_lora.py MODEL DATA OUTPUT, a {"text": ...} in each line of DATA."""
 
-import argparse
+import sys
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 import poros
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--model", required=True, help="a local checkpoint with its tokenizer")
-parser.add_argument("--output", required=True, help="where the adapter goes")
-parser.add_argument("--poros", action="store_true", help="stream the frozen base")
-parser.add_argument("--bf16", action="store_true", help="train under bf16 autocast")
-parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--seq-len", type=int, default=32)
-args = parser.parse_args()
-
+path, data, output = sys.argv[1:]
+nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 cpu = not torch.cuda.is_available()
 torch.manual_seed(0)
-quantization = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-)
-model = AutoModelForCausalLM.from_pretrained(
-    args.model,
-    dtype=torch.bfloat16,
-    quantization_config=quantization,
-    device_map={"": "cpu" if cpu else 0},
-)
-model = get_peft_model(
-    model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
-)
-if args.poros:
-    model = poros.prepare(model)
 
-rows = torch.randint(3, model.config.vocab_size, (64, args.seq_len)).tolist()
-training = SFTConfig(
-    output_dir=args.output,
-    max_steps=args.steps,
-    per_device_train_batch_size=2,
-    gradient_accumulation_steps=2,
-    learning_rate=1e-3,
-    max_length=args.seq_len,
-    bf16=args.bf16,
-    use_cpu=cpu,
-    save_strategy="no",
-    report_to="none",
-)
-SFTTrainer(
-    model=model,
-    args=training,
-    train_dataset=Dataset.from_dict({"input_ids": rows}),
-    processing_class=AutoTokenizer.from_pretrained(args.model),
-).train()
-model.save_pretrained(args.output)
+with poros.deterministic():  # so that a GPU, too, gives the same bits twice
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=nf4)
+    model = get_peft_model(model, LoraConfig(lora_dropout=0.1, target_modules="all-linear"))
+    model = poros.prepare(model)  # the line; without it, the same adapter from a resident base
+    training = SFTConfig(output, max_steps=20, bf16=True, use_cpu=cpu)
+    SFTTrainer(model, training, train_dataset=Dataset.from_json(data)).train()
+model.save_pretrained(output)
