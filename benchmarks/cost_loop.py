@@ -82,7 +82,6 @@ class Loop:
         self._host_state = (
             poros.offload_optimizer(self._optimizer) if work.optimizer_state == "host" else None
         )
-        self._held: Any = None
         torch.manual_seed(work.seed + 1)
 
     def run(self, steps: int) -> Iterator[None]:
@@ -96,8 +95,7 @@ class Loop:
             optimizer.zero_grad(set_to_none=True)
             self.watch.mark()
             self.losses.append(outputs.loss.detach())
-            self._held = outputs
-            yield
+            yield  # ``outputs`` is held until the next forward has returned, as in a plain loop
 
     def totals(self) -> dict[str, int]:
         """Return the runtime's running totals; empty for a model that Poros does not touch."""
@@ -176,6 +174,8 @@ def _train(work: Work, model: Any, device: torch.device, memory: DeviceMemory) -
     }
     rise = {name: last[name] - first[name] for name in first}
     streamed = rise.get("bytes_streamed", 0) / work.steps + loop.optimizer_bytes
+    if cuda:
+        torch.cuda.set_per_process_memory_fraction(1.0)  # the link is measured beside the card
     sizes = [LINK_BYTES, *([] if (unit := loop.unit_bytes()) is None else [unit])]
     losses = [loss.item() for loss in loop.losses]
     return {
