@@ -29,29 +29,32 @@ class Region:
 
 @frozen
 class Regions:
-    """Where each unit's bytes go: layers in recycled slots, the head in a region of its own.
+    """Where each unit's bytes go: layers in recycled slots, the head over them.
 
     [Note: Slot reuse]
     Layer *i* always meets slot *i* mod *S*. So a unit's addresses are the same at every use, and
     in either direction the unit that a copy overwrites is the one that was used longest ago. A
     slot is overwritten only after the last kernel that reads it: the copy stream waits for an
-    event that the compute stream records there.
+    event that the compute stream records there. The head and the layers are not needed at the
+    same time, so the head takes the same bytes.
 
     Attributes:
         layers: one region per layer.
         head: the head's region, or None.
         slots: how many slots there are.
+        slot_bytes: bytes that the slots take, from the arena's start.
         size: bytes that the arena takes.
     """
 
     layers: tuple[Region, ...]
     head: Region | None
     slots: int
+    slot_bytes: int
     size: int
 
     @classmethod
     def lay_out(cls, layer_bytes: Sequence[int], *, slots: int, head_bytes: int) -> Regions:
-        """Give each slot room for the largest layer that meets it, and the head what follows.
+        """Give each slot room for the largest layer that meets it, and the head what it needs.
 
         Args:
             layer_bytes: size of each layer's unit, in bytes, each a multiple of the alignment.
@@ -67,8 +70,8 @@ class Regions:
         layers = tuple(
             Region(starts[index % slots], nbytes) for index, nbytes in enumerate(layer_bytes)
         )
-        head = Region(end, head_bytes) if head_bytes else None
-        return cls(layers, head, slots, end + head_bytes)
+        head = Region(0, head_bytes) if head_bytes else None
+        return cls(layers, head, slots, end, max(end, head_bytes))
 
 
 def fetches(

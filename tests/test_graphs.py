@@ -45,6 +45,7 @@ class Again:
 class FunctionCapturer:
     def __init__(self, *, fails: int = 0) -> None:
         self.captured = 0
+        self.settled = 0
         self._fails = fails
 
     def capture(self, body: Callable[[], None]) -> Again:
@@ -54,6 +55,9 @@ class FunctionCapturer:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captured += 1
         return Again(body)
+
+    def settle(self) -> None:
+        self.settled += 1
 
 
 def make(device: torch.device = CPU, *, fails: int = 0, graphs: bool = True) -> Any:
@@ -66,8 +70,8 @@ def make(device: torch.device = CPU, *, fails: int = 0, graphs: bool = True) -> 
     poros.prepare(model, verbose=False, device=device, graphs="auto" if graphs else "off")
     if graphs and device.type == "cpu":
         handle = handle_of(model)
-        handle._graphs = GraphExecutor(handle._eager, CPU, FunctionCapturer(fails=fails))
-        handle._executor = handle._graphs
+        units = handle.units
+        units.graphs = GraphExecutor(units.eager, CPU, FunctionCapturer(fails=fails))
     return model
 
 
@@ -184,7 +188,7 @@ def test_a_call_is_captured_at_its_second_sight() -> None:
         plain(model, 4 * step, CPU)
         counts.append((handle.counters()["graph_replays"], handle.counters()["eager_blocks"]))
     assert counts == [(0, 8), (8, 8), (16, 8), (24, 8)]
-    assert handle._graphs._capturer.captured == 8
+    assert handle.units.graphs._capturer.captured == 8
 
 
 def test_a_failed_capture_runs_eagerly_says_so_once_and_keeps_the_random_numbers(
@@ -205,7 +209,7 @@ def test_old_signatures_are_dropped() -> None:
     for length in (6, 8, 10, 12, 14, 16):
         for _ in range(2):
             model(**batch(0, CPU, length=length)).loss.backward()
-    seen = handle_of(model)._graphs._seen
+    seen = handle_of(model).units.graphs._seen
     assert all(len(entries) == 4 for entries in seen.values())
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from poros_core.errors import StateError
 from poros_core.host_store import ALIGNMENT, HostStore
-from poros_core.schedule import Regions
+from poros_core.schedule import Region, Regions
 from poros_runtimes.streamed.lane import HostLane
 from poros_runtimes.streamed.window import Residency, Window
 
@@ -46,7 +46,7 @@ def make(count: int = 4, *, slots: int = 2, poison: bool = True):
     window = Window(
         images,
         regions.layers,
-        size=regions.size,
+        arena=torch.empty(regions.size, dtype=torch.uint8),
         lane=HostLane(),
         device=CPU,
         poison=poison,
@@ -151,3 +151,41 @@ def test_prefetch_counts_the_bytes_it_moves() -> None:
     assert window.copies == 2
     assert window.bytes_streamed == sizes[0] + sizes[1]
     assert window.state(0) is Residency.IN_FLIGHT
+
+
+def test_moved_units_are_read_from_their_new_arena() -> None:
+    window, layers, wanted = make(poison=False)
+    for unit in (0, 1):
+        window.acquire(unit)
+        window.release(unit)
+    images = [place.image for place in window._places if place is not None]
+    regions = Regions.lay_out([image.nbytes for image in images], slots=3, head_bytes=0)
+    arena = torch.full((regions.size,), 7, dtype=torch.uint8)
+    window.move(dict(enumerate(regions.layers)), arena)
+    window.arena.fill_(0)
+    start, end = arena.data_ptr(), arena.data_ptr() + arena.nbytes
+    for unit in (1, 0, 2, 3):
+        window.acquire(unit)
+        assert start <= layers[unit][0].data_ptr() < end
+        assert torch.equal(layers[unit][0], wanted[unit][0])
+        window.release(unit)
+    assert not window.conflict(0, 1)
+    assert window.conflict(0, 3)
+
+
+def test_a_unit_in_use_is_not_moved() -> None:
+    window, layers, wanted = make()
+    window.acquire(0)
+    with pytest.raises(StateError, match="device window is held"):
+        window.move({0: Region(0, 4096)}, torch.empty(4096, dtype=torch.uint8))
+    assert torch.equal(layers[0][0], wanted[0][0])
+
+
+def test_a_vacated_unit_is_copied_again() -> None:
+    window, layers, wanted = make()
+    window.prefetch([0])
+    window.vacate(0)
+    assert window.state(0) is Residency.HOST
+    window.acquire(0)
+    assert torch.equal(layers[0][0], wanted[0][0])
+    assert window.copies == 2

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from poros_runtimes.streamed.arena import GraphArena
+
 __all__ = ["Capturer", "CudaCapturer", "Replayable"]
 
 
@@ -31,14 +33,26 @@ class Capturer(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Called after each capture, also one that failed, when its temporaries are gone."""
+        ...
+
+
+class _Captured:
+    """A graph, and after it the arena whose addresses it uses: they go in this order."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, arena: GraphArena) -> None:
+        self.replay = graph.replay
+        self._arena = arena
+
 
 class CudaCapturer:
     """Captures CUDA graphs, all in one pool; see [Note: Graphs and memory]."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, arena: GraphArena, *, device: torch.device) -> None:
+        """Make a capturer whose graphs keep their temporaries in ``arena`` where they fit."""
+        self._arena = arena
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, body: Callable[[], None]) -> Replayable:
         """Capture on a stream of its own; see ``Capturer``.
@@ -48,12 +62,14 @@ class CudaCapturer:
         """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        stream = self._arena.stream
+        stream.wait_stream(current)
         collecting = gc.isenabled()
         gc.disable()
+        self._arena.lend()
         try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._arena.pool.id, capture_error_mode="thread_local")
                 try:
                     body()
                 except BaseException:
@@ -62,7 +78,11 @@ class CudaCapturer:
                     raise
                 graph.capture_end()
         finally:
-            current.wait_stream(self._stream)
+            current.wait_stream(stream)
             if collecting:
                 gc.enable()
-        return graph
+        return _Captured(graph, self._arena)
+
+    def settle(self) -> None:
+        """Let the arena take back what was lent; see ``Capturer``."""
+        self._arena.settle()

@@ -6,9 +6,9 @@ as one graph, and replayed from then on; see ``signature`` for what counts as th
 
 [Note: Graphs and memory]
 All graphs draw their temporaries from one pool, one after the other, so the pool is as large as
-the largest needs. Tensors enter and leave through buffers outside the pool that all blocks of one
-shape share, and which go with the last graph that uses them. What a block hands out is copied out
-of them: a later replay would overwrite it.
+the largest needs; the arena lends it room, see [Note: One arena]. Tensors enter and leave through
+buffers outside the pool that all blocks of one shape share, and which go with the last graph that
+uses them. What a block hands out is copied out of them: a later replay would overwrite it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from poros_runtimes.streamed.boundary import (
     nothing_saved,
 )
 from poros_runtimes.streamed.buffers import Buffer, Stretch
-from poros_runtimes.streamed.capture import Capturer, CudaCapturer, Replayable
+from poros_runtimes.streamed.capture import Capturer, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,
     BlockConstants,
@@ -59,6 +59,7 @@ class _Forward:
 
     outputs: list[Layout]
     differentiable: list[bool]
+    epoch: int
     graph: Replayable | None = None
     inputs: list[Buffer] = field(factory=list, repr=False)
     arguments: list[tuple[int, Buffer]] = field(factory=list, repr=False)
@@ -82,20 +83,19 @@ class _Backward:
 class GraphExecutor:
     """Replays what it has captured; everything else runs eagerly."""
 
-    def __init__(
-        self, eager: EagerExecutor, device: torch.device, capturer: Capturer | None = None
-    ) -> None:
+    def __init__(self, eager: EagerExecutor, device: torch.device, capturer: Capturer) -> None:
         """Make an executor that has captured nothing yet.
 
         Args:
             eager: runs what is not captured.
             device: the compute device.
-            capturer: None means CUDA graphs.
+            capturer: captures the rest.
         """
         self.replays = 0
         self._eager = eager
         self._device = device
-        self._capturer = CudaCapturer(device) if capturer is None else capturer
+        self._capturer = capturer
+        self._epoch = 0
         self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], Buffer] = (
             weakref.WeakValueDictionary()
         )
@@ -124,7 +124,8 @@ class GraphExecutor:
             layouts = [layout_of(result) for result in results]
             if None not in layouts:
                 drew = self._drew_on_the_host(call)
-                entry = _Forward([x for x in layouts if x], differentiable, refused=drew)
+                outputs = [x for x in layouts if x]
+                entry = _Forward(outputs, differentiable, self._epoch, refused=drew)
                 call.replay = seen[key] = entry
                 if len(seen) > SIGNATURES:
                     seen.popitem(last=False)
@@ -160,6 +161,8 @@ class GraphExecutor:
     ) -> list[torch.Tensor | None]:
         """Recompute and differentiate; see ``Executor``."""
         forward: _Forward | None = call.replay
+        if forward is not None and forward.epoch != self._epoch:
+            forward = None
         key = None if forward is None else backward_key(call, wanted, gradients)
         if forward is None or key is None or forward.refused:
             return self._eager.backward(call, inputs, wanted, gradients)
@@ -179,8 +182,14 @@ class GraphExecutor:
         return self._eager.backward(call, inputs, wanted, gradients)
 
     def clear(self) -> None:
-        """Drop every graph and buffer."""
+        """Drop every graph and buffer. Calls whose backward is to come will run it eagerly."""
+        self._epoch += 1
         self._seen.clear()
+
+    def restart(self, capturer: Capturer) -> None:
+        """Drop every graph, because units moved to other addresses, and go on with a new pool."""
+        self.clear()
+        self._capturer = capturer
 
     # -- replaying -----------------------------------------------------------------------------
 
@@ -300,6 +309,7 @@ class GraphExecutor:
             return None
         finally:
             set_rng_state(self._device, found)
+            self._capturer.settle()
 
     def _check_device(self, cause: Exception) -> None:
         """Check that random numbers can still be drawn after a capture that failed."""

@@ -11,6 +11,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from poros_runtimes.streamed.arena import Arena
+
 __all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "make_lane"]
 
 POISON = 0xFF
@@ -24,7 +26,7 @@ class Event(Protocol):
 class Lane(Protocol):
     """Moves bytes into the arena and orders the moves against the compute stream."""
 
-    def adopt(self, arena: torch.Tensor) -> None:
+    def adopt(self, arena: Arena) -> None:
         """Tell the allocator that copies into ``arena`` may run when it is dropped."""
         ...
 
@@ -48,7 +50,7 @@ class Lane(Protocol):
 class HostLane:
     """The CPU's lane: plain copies, done at once."""
 
-    def adopt(self, arena: torch.Tensor) -> None:
+    def adopt(self, arena: Arena) -> None:
         """Do nothing: no copy outlives its call."""
 
     def copy(
@@ -76,9 +78,9 @@ class CudaLane:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def adopt(self, arena: torch.Tensor) -> None:
+    def adopt(self, arena: Arena) -> None:
         """Record the copy stream; see ``Lane``."""
-        arena.record_stream(self._stream)
+        arena.used_by(self._stream)
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], poison: bool

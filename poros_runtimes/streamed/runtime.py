@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +12,7 @@ from torch import nn
 from poros_core.call_state import is_capture_hook
 from poros_core.errors import PrepareError, SettingsError, StateError
 from poros_core.host_store import HostStore
-from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
-from poros_core.schedule import Regions, upcoming_backward, upcoming_forward
 from poros_core.settings import Settings
 from poros_core.stats import StepClock, tokens_in
 from poros_runtimes.streamed.attach import (
@@ -25,9 +22,7 @@ from poros_runtimes.streamed.attach import (
     guard_root,
 )
 from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, isolated
-from poros_runtimes.streamed.boundary import EagerExecutor, Executor, run_block
-from poros_runtimes.streamed.graphs import GraphExecutor
-from poros_runtimes.streamed.lane import make_lane
+from poros_runtimes.streamed.boundary import run_block
 from poros_runtimes.streamed.model_calls import (
     refuse_filled_cache,
     refuse_merge,
@@ -37,15 +32,9 @@ from poros_runtimes.streamed.model_calls import (
     uncompiled,
     wants_hidden_states,
 )
-from poros_runtimes.streamed.window import Window
+from poros_runtimes.streamed.units import Units
 
 __all__ = ["StreamedHandle"]
-
-_log = get_logger("runtime")
-
-_START = 2
-"""Units that stay in the window between steps: what the next forward starts with. The first
-computes while the second waits and the third is on its way."""
 
 
 class _DecoderCall:
@@ -61,15 +50,7 @@ class _DecoderCall:
 
 
 class StreamedHandle:
-    """A model whose base streams. Implements ``RuntimeHandle`` and ``UnitAccess``.
-
-    [Note: The head's lifetime]
-    The head is bound when the decoder's forward ends, because losses read ``lm_head.weight`` in
-    ways of their own, and parked when the backward reaches the decoder's output. Several forwards
-    may be waiting for their backward: it stays while any of them is. An evaluation has no
-    backward, so the next forward parks it. While parked it still reads true from host memory,
-    for whoever comes back to it later (``retain_graph``).
-    """
+    """A model whose base streams. Implements ``RuntimeHandle``."""
 
     def __init__(
         self, model: nn.Module, *, plan: BlockPlan, settings: Settings, store: HostStore
@@ -78,46 +59,18 @@ class StreamedHandle:
         self.clock = StepClock()
         self._store = store
         self._layers = [unit.module for unit in plan.layers]
-        self._head = len(self._layers) if plan.head is not None else None
-        self._head_bound = False
         self._call: _DecoderCall | None = None
-        self._tokens: weakref.WeakSet[BackwardToken] = weakref.WeakSet()
-        self._lowest = 0
-        self._eager = EagerExecutor()
-        self._graphs = _make_graphs(self._eager, plan.device, settings)
-        self._executor: Executor = self._graphs or self._eager
         self._attachments = Attachments()
         self._put_back: list[Callable[[], None]] = []
         self._streamed = [param for unit in plan.units() for _, _, param in unit.places]
-        self.window = self._make_window(settings)
+        _check_graphs(settings, plan.device)
+        self.units = Units(plan, settings=settings, store=store)
         self._move_the_rest(model)
         self._blocks = self._make_blocks(settings)
         self._singles = self._blocks if settings.block_size == 1 else self._make_blocks(Settings())
         self._attach(model)
 
     # -- making it ---------------------------------------------------------------------------
-
-    def _make_window(self, settings: Settings) -> Window:
-        plan = self.plan
-        images = [self._store.adopt(unit.refs) for unit in plan.layers]
-        head = self._store.adopt(plan.head.refs) if plan.head is not None else None
-        for table in plan.embeddings:
-            self._store.adopt(table.refs)
-        size = max(len(group) for group in plan.blocks(settings.block_size))
-        regions = Regions.lay_out(
-            [0 if image is None else image.nbytes for image in images],
-            slots=max(2, 2 * size),
-            head_bytes=0 if head is None else head.nbytes,
-        )
-        return Window(
-            [*images, head],
-            [*regions.layers, regions.head],
-            size=regions.size,
-            lane=make_lane(plan.device),
-            device=plan.device,
-            poison=settings.poison,
-            readable=frozenset({len(images)}),
-        )
 
     def _move_the_rest(self, model: nn.Module) -> None:
         """Everything that does not stream is small, or trains: it stands on the device."""
@@ -145,7 +98,7 @@ class StreamedHandle:
                 modules=modules,
                 forwards=[partial(uncheckpointed, m, m.forward) for m in modules],
                 streamed=streamed,
-                units=self,
+                units=self.units,
             )
             blocks.update(dict.fromkeys(group, block))
         return blocks
@@ -214,11 +167,7 @@ class StreamedHandle:
                     "poros.unprepare(model), choose what trains, then prepare it again."
                 )
         self._refuse_merged()
-        if self._head_bound and not any(token.head for token in self._tokens):
-            self._park_head()
-        self.window.prefetch(upcoming_forward(-1, layers=len(self._layers), head=self._head))
-        if not any(token.outstanding for token in self._tokens):
-            self._lowest = len(self._layers)
+        self.units.begin_forward()
 
     def _refuse_merged(self) -> None:
         if any(tuner.merged for tuner in tuners(self._blocks.values())):
@@ -228,18 +177,12 @@ class StreamedHandle:
             )
 
     def _end_forward(self, output: Any, call: _DecoderCall) -> Any:
-        token = call.token
-        if self._head is not None and not self._head_bound:
-            self.window.acquire(self._head)
-            self._head_bound = True
         hidden: torch.Tensor = output[0]
-        if token.outstanding:
-            self._tokens.add(token)
-        if not (torch.is_grad_enabled() and hidden.requires_grad):
+        backward = torch.is_grad_enabled() and hidden.requires_grad
+        self.units.end_forward(call.token, backward=backward)
+        if not backward:
             return output
-        token.head = True
-        self._tokens.add(token)
-        bounded: torch.Tensor = _DecoderOutput.apply(self, token, hidden)  # type: ignore[no-untyped-call]
+        bounded: torch.Tensor = _DecoderOutput.apply(self.units, call.token, hidden)  # type: ignore[no-untyped-call]
         swaps = {id(hidden): bounded}
         swaps.update((id(entered), behind) for entered, behind in call.entered_behind)
         return swapped(output, swaps)
@@ -281,66 +224,27 @@ class StreamedHandle:
             block,
             hidden,
             calls,
-            executor=self._executor,
+            executor=self.units.executor,
             shared=self.plan.shared,
             token=None if call is None else call.token,
             thread=call is not None and call.thread,
         )
         if result.hidden.requires_grad:
-            self._lowest = min(self._lowest, block.layers.start)
+            self.units.wants_backward(block.layers.start)
         if call is not None and result.entered is not None:
             call.entered_behind.append((hidden, result.entered))
         return result.hidden
-
-    # -- units ---------------------------------------------------------------------------------
-
-    def acquire(self, layer: int, *, backward: bool) -> None:
-        """Bind a layer's unit."""
-        self.window.acquire(layer)
-
-    def release(self, layer: int, *, backward: bool) -> None:
-        """Park it, and copy what will be needed next."""
-        self.plan.layers[layer].keep_parameters()
-        self.window.release(layer)
-        count = len(self._layers)
-        if backward and layer <= self._lowest:
-            self.window.keep_only(range(_START))
-        self.window.prefetch(
-            upcoming_backward(layer, lowest=self._lowest, layers=count)
-            if backward
-            else upcoming_forward(layer, layers=count, head=self._head)
-        )
-
-    def head_done(self, token: BackwardToken) -> None:
-        """The backward of one call has reached the decoder's output."""
-        token.head = False
-        if self._head_bound and not any(other.head for other in self._tokens):
-            self._park_head()
-        count = len(self._layers)
-        self.window.prefetch(upcoming_backward(count, lowest=self._lowest, layers=count))
-
-    def _park_head(self) -> None:
-        assert self._head is not None
-        self.window.release(self._head)
-        self._head_bound = False
 
     # -- the handle ----------------------------------------------------------------------------
 
     def detach(self, device: torch.device | None) -> None:
         """Undo everything; see ``RuntimeHandle``."""
-        if any(token.outstanding for token in self._tokens):
+        if self.units.outstanding:
             raise PrepareError(
                 "A backward is outstanding: a loss of this model has not been backpropagated yet. "
                 "Call loss.backward() or drop the loss, then unprepare."
             )
-        for unit in self.plan.units():
-            unit.keep_parameters()
-        if self._head_bound:
-            self._park_head()
-        if self.plan.device.type == "cuda":
-            torch.cuda.synchronize(self.plan.device)
-        if self._graphs is not None:
-            self._graphs.clear()
+        self.units.close()
         self._attachments.undo()
         for put_back in self._put_back:
             put_back()
@@ -356,39 +260,32 @@ class StreamedHandle:
     def counters(self) -> Mapping[str, int]:
         """Return running totals; see ``RuntimeHandle``."""
         return {
-            "bytes_streamed": self.window.bytes_streamed,
-            "copies": self.window.copies,
-            "eager_blocks": self._eager.blocks,
-            "graph_replays": 0 if self._graphs is None else self._graphs.replays,
+            "bytes_streamed": self.units.window.bytes_streamed,
+            "copies": self.units.window.copies,
+            "eager_blocks": self.units.eager.blocks,
+            "graph_replays": 0 if self.units.graphs is None else self.units.graphs.replays,
             "resident_units": 0,
         }
 
 
-def _make_graphs(
-    eager: EagerExecutor, device: torch.device, settings: Settings
-) -> GraphExecutor | None:
+def _check_graphs(settings: Settings, device: torch.device) -> None:
     if settings.graphs == "on" and device.type != "cuda":
         raise SettingsError(
             f"graphs='on' needs a CUDA device, and this model computes on {device}. Use "
             "graphs='auto' or 'off'."
         )
-    if settings.graphs == "off" or device.type != "cuda":
-        return None
-    return GraphExecutor(eager, device)
 
 
 class _DecoderOutput(torch.autograd.Function):
     """The boundary on the decoder's output; see [Note: The head's lifetime]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, handle: StreamedHandle, token: BackwardToken, hidden: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, units: Units, token: BackwardToken, hidden: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.handle, ctx.token = handle, token
+        ctx.units, ctx.token = units, token
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
-        ctx.handle.head_done(ctx.token)
+        ctx.units.head_done(ctx.token)
         return None, None, gradient

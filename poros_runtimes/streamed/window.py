@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from attrs import define, field
@@ -67,6 +67,19 @@ class _Place:
         self.move(Residency.HOST)
 
 
+_HELD = (
+    "A layer is needed while the device window is held by another call that has not finished. Do "
+    "not call the model's layers from inside a layer's hook."
+)
+
+
+def _placed(image: UnitImage, region: Region, arena: torch.Tensor) -> _Place:
+    """Return a unit's place, its region told by address, so that arenas can be told apart."""
+    memory = arena[region.offset : region.offset + region.size]
+    at = Region(memory.data_ptr(), region.size)
+    return _Place(image, at, memory, image.views(memory), [])
+
+
 class Window:
     """Binds units to their regions of the arena. Decides nothing: what to copy next is
     ``poros_core.schedule``'s, and ``acquire`` copies whatever is missing."""
@@ -76,26 +89,25 @@ class Window:
         images: Sequence[UnitImage | None],
         regions: Sequence[Region | None],
         *,
-        size: int,
+        arena: torch.Tensor,
         lane: Lane,
         device: torch.device,
         poison: bool,
         readable: frozenset[int] = frozenset(),
     ) -> None:
-        """Allocate the arena and give every unit its region.
+        """Give every unit its region of the arena.
 
         Args:
             images: one per unit; None for a unit with nothing to stream.
             regions: each unit's region of the arena.
-            size: bytes that the arena takes.
+            arena: the device memory, a flat uint8 tensor.
             lane: moves the bytes.
             device: the compute device.
             poison: fill a region with 0xFF before a copy, and bind released tensors to such
                 bytes, so that a read of a unit that is not there shows in the numbers.
             readable: units that may rightly be read while parked, so never bound to poison.
         """
-        self.arena = torch.empty(size, dtype=torch.uint8, device=device)
-        lane.adopt(self.arena)
+        self.arena = arena
         self.copies = 0
         self.bytes_streamed = 0
         self._lane = lane
@@ -105,17 +117,19 @@ class Window:
             if image is None or region is None:
                 self._places.append(None)
                 continue
-            memory = self.arena[region.offset : region.offset + region.size]
-            self._places.append(_Place(image, region, memory, image.views(memory), []))
+            self._places.append(_placed(image, region, arena))
+        self._find_overlaps()
+        self._poisoned: dict[int, list[tuple[TensorRef, torch.Tensor]]] = {}
+        if poison:
+            self._bind_to_poison(readable, device)
+
+    def _find_overlaps(self) -> None:
         for place in filter(None, self._places):
             place.overlapping = [
                 index
                 for index, other in enumerate(self._places)
                 if other is not None and other is not place and other.region.overlaps(place.region)
             ]
-        self._poisoned: dict[int, list[tuple[TensorRef, torch.Tensor]]] = {}
-        if poison:
-            self._bind_to_poison(readable, device)
 
     def _bind_to_poison(self, readable: frozenset[int], device: torch.device) -> None:
         largest = max((p.region.size for p in self._places if p is not None), default=0)
@@ -197,6 +211,38 @@ class Window:
                 continue
             place.forget()
 
+    def vacate(self, unit: int) -> None:
+        """Forget a unit that nobody has bound, so that kernels issued from here on may write to
+        its region of the arena."""
+        place = self._places[unit]
+        if place is None or place.state is Residency.HOST:
+            return
+        assert not place.users
+        assert place.event is not None
+        self._lane.wait(place.event)
+        place.forget()
+
+    def move(self, regions: Mapping[int, Region], arena: torch.Tensor) -> None:
+        """Give units that nobody has bound regions of another arena.
+
+        Raises:
+            StateError: one of them is bound.
+        """
+        moving = {unit: place for unit in regions if (place := self._places[unit]) is not None}
+        if any(place.users for place in moving.values()):
+            raise StateError(_HELD)
+        now = self._lane.record()
+        for unit, place in moving.items():
+            if place.state is not Residency.HOST:
+                place.forget()
+            for index in place.overlapping:
+                neighbour = self._places[index]
+                if neighbour is not None and neighbour.state is Residency.HOST:
+                    neighbour.event = now
+            self._places[unit] = moved = _placed(place.image, regions[unit], arena)
+            moved.event = now
+        self._find_overlaps()
+
     def _fetch(self, unit: int) -> None:
         place = self._places[unit]
         assert place is not None
@@ -206,10 +252,7 @@ class Window:
             other = self._places[index]
             assert other is not None
             if other.users:
-                raise StateError(
-                    "A layer is needed while the device window is held by another call that has "
-                    "not finished. Do not call the model's layers from inside a layer's hook."
-                )
+                raise StateError(_HELD)
             if other.event is not None:
                 after.append(other.event)
                 other.event = None

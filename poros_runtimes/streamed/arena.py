@@ -1,0 +1,163 @@
+"""The arena: one stretch of device memory for slots, head and the temporaries of graphs.
+
+[Note: One arena]
+Layers stand in slots at the arena's start. The head is on the device only while no layer computes,
+so it takes the arena from its start, slots and all. It is larger than the slots as a rule; what it
+has beyond them lies idle while layers compute, and there the graphs of layers keep their
+temporaries. The allocator lets graphs do so because the arena is allocated in their pool: while a
+graph is being captured that part is free in the pool, and afterwards it is taken back. A captured
+graph goes on using the addresses it was given.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Arena", "GraphArena", "PlainArena"]
+
+_BLOCK = 512
+"""Bytes. What the CUDA caching allocator rounds sizes up to, so that blocks adjoin."""
+
+
+class Arena(Protocol):
+    """A stretch of device memory that units are copied into."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, a flat uint8 tensor."""
+        ...
+
+    @property
+    def shareable(self) -> bool:
+        """Whether a unit may be copied into the part that graphs use. Once false, always false."""
+        ...
+
+    def used_by(self, stream: Any) -> None:
+        """Tell the allocator that work on ``stream`` may outlive the arena."""
+        ...
+
+
+class PlainArena:
+    """Ordinary memory, of which graphs use nothing."""
+
+    shareable = True
+
+    def __init__(self, size: int, *, device: torch.device) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def used_by(self, stream: Any) -> None:
+        """Record the stream; see ``Arena``."""
+        self.memory.record_stream(stream)
+
+
+class _Stretch:
+    """Makes a tensor of adjoining blocks (CUDA array interface, version 2), and keeps them."""
+
+    def __init__(self, pointer: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+class _Blocks:
+    """The blocks that an arena holds, and the streams that use them."""
+
+    def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
+        self.rest: torch.Tensor | None = None
+        self.streams: list[Any] = []
+
+    def free(self) -> None:
+        """Give the blocks to the allocator, to be used again once the streams are done."""
+        blocks = [block for block in (self.kept, self.rest) if block is not None]
+        for block in blocks:
+            for stream in self.streams:
+                block.record_stream(stream)
+        self.kept = self.rest = None
+
+
+class GraphArena:
+    """Memory in a pool that graphs draw from; see [Note: One arena].
+
+    Attributes:
+        pool: the pool, which graphs are to be captured in.
+        stream: the stream that they are to be captured on.
+    """
+
+    def __init__(self, size: int, *, kept: int, device: torch.device) -> None:
+        """Allocate an arena.
+
+        Args:
+            size: bytes.
+            kept: bytes at the start that are never lent.
+            device: a CUDA device.
+        """
+        self._device = device
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        self.pool: Any = torch.cuda.MemPool()
+        self._blocks = _Blocks()
+        weakref.finalize(self, _Blocks.free, self._blocks).atexit = False
+        self.shareable = True
+        kept = min(size, -(-kept // _BLOCK) * _BLOCK)
+        self._rest = size - kept
+        whole = self._allocate(size)
+        self._start, self._kept = whole.data_ptr(), kept
+        del whole
+        self._blocks.kept = self._allocate(kept)
+        if self._blocks.kept.data_ptr() != self._start or not self._take_back():
+            # The allocator was told not to split blocks (max_split_size_mb): nothing can be lent.
+            self._blocks.free()
+            self._blocks.kept = self._allocate(size)
+            self._start, self._rest = self._blocks.kept.data_ptr(), 0
+        self._size = size
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it; see ``Arena``. The tensor keeps the arena alive, not the other way round."""
+        with torch.cuda.device(self._device):
+            return torch.as_tensor(_Stretch(self._start, self._size, self), device=self._device)
+
+    def used_by(self, stream: Any) -> None:
+        """Record the stream when the arena is dropped; see ``Arena``."""
+        self._blocks.streams.append(stream)
+
+    def lend(self) -> None:
+        """Free what lies beyond the slots, for a graph that is about to be captured."""
+        self._blocks.rest = None
+
+    def settle(self) -> None:
+        """Take back what was lent. If something that the capture allocated is still alive there,
+        the part is left to the graphs for good, and ``shareable`` turns false."""
+        # A handle's workspace is allocated on first use and kept; graphs keep its address anyway.
+        bindings: Any = torch._C
+        bindings._cuda_clearCublasWorkspaces()
+        if not self.shareable or self._take_back():
+            return
+        gc.collect()
+        if not self._take_back():
+            self.shareable = False
+
+    def _take_back(self) -> bool:
+        if not self._rest:
+            return True
+        others = []
+        for _ in range(4):
+            block = self._allocate(self._rest)
+            if block.data_ptr() == self._start + self._kept:
+                self._blocks.rest = block
+                return True
+            others.append(block)
+        return False
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool, self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

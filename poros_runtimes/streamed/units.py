@@ -1,0 +1,236 @@
+"""When units are bound and copied: follows a model's forwards and backwards through its window.
+
+[Note: The head's lifetime]
+The head is bound when the decoder's forward ends, because losses read ``lm_head.weight`` in ways of
+their own, and parked when the backward reaches the decoder's output. Meanwhile it holds the memory
+in which layers compute; see [Note: One arena]. A plain loop never notices. If layers must run
+while a loss may still read the head, because a second forward comes before the first backward, or
+because a graph is retained for another one, the layers move out to slots of their own, and stay
+there: what autograd saved of the head goes by its address, so the head cannot move. An evaluation
+has no backward, so the next forward parks the head. While parked it still reads true from host
+memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from poros_core.host_store import HostStore
+from poros_core.log import get_logger
+from poros_core.plan import BlockPlan
+from poros_core.schedule import Region, Regions, upcoming_backward, upcoming_forward
+from poros_core.settings import Settings
+from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena
+from poros_runtimes.streamed.block import BackwardToken
+from poros_runtimes.streamed.boundary import EagerExecutor, Executor
+from poros_runtimes.streamed.capture import CudaCapturer
+from poros_runtimes.streamed.graphs import GraphExecutor
+from poros_runtimes.streamed.lane import make_lane
+from poros_runtimes.streamed.window import Window
+
+__all__ = ["Units"]
+
+_log = get_logger("runtime")
+
+_START = 2
+"""Units that stay in the window between steps: what the next forward starts with. The first
+computes while the second waits and the third is on its way."""
+
+
+class Units:
+    """The units of one model, and the executor whose graphs are tied to their addresses.
+    Implements ``UnitAccess``."""
+
+    def __init__(self, plan: BlockPlan, *, settings: Settings, store: HostStore) -> None:
+        """Move the base into the host store, and make the window.
+
+        Args:
+            plan: the units.
+            settings: how the model is prepared.
+            store: where the base goes.
+        """
+        self._plan = plan
+        self._count = len(plan.layers)
+        self._head = self._count if plan.head is not None else None
+        self._head_bound = False
+        self._tokens: weakref.WeakSet[BackwardToken] = weakref.WeakSet()
+        self._lowest = 0
+        images = [store.adopt(unit.refs) for unit in plan.layers]
+        head = store.adopt(plan.head.refs) if plan.head is not None else None
+        for table in plan.embeddings:
+            store.adopt(table.refs)
+        size = max(len(group) for group in plan.blocks(settings.block_size))
+        self._slots = max(2, 2 * size)
+        self._layer_bytes = [0 if image is None else image.nbytes for image in images]
+        self._head_bytes = 0 if head is None else head.nbytes
+        regions = self._regions(self._head_bytes)
+        self._lane = make_lane(plan.device)
+        self._use_graphs = settings.graphs != "off" and plan.device.type == "cuda"
+        self._arena = self._new_arena(regions.size, kept=regions.slot_bytes)
+        self.shared = head is not None
+        self.window = Window(
+            [*images, head],
+            [*regions.layers, regions.head],
+            arena=self._arena.memory,
+            lane=self._lane,
+            device=plan.device,
+            poison=settings.poison,
+            readable=frozenset({self._count}),
+        )
+        self.eager = EagerExecutor()
+        self.graphs: GraphExecutor | None = None
+        if isinstance(self._arena, GraphArena):
+            capturer = CudaCapturer(self._arena, device=plan.device)
+            self.graphs = GraphExecutor(self.eager, plan.device, capturer)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs blocks."""
+        return self.graphs or self.eager
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a backward is still to come."""
+        return any(token.outstanding for token in self._tokens)
+
+    def _regions(self, head_bytes: int) -> Regions:
+        return Regions.lay_out(self._layer_bytes, slots=self._slots, head_bytes=head_bytes)
+
+    def _new_arena(self, size: int, *, kept: int) -> Arena:
+        device = self._plan.device
+        arena: Arena = (
+            GraphArena(size, kept=kept, device=device)
+            if self._use_graphs
+            else PlainArena(size, device=device)
+        )
+        self._lane.adopt(arena)
+        return arena
+
+    # -- a forward -----------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward of the decoder starts: copy what it starts with."""
+        self._make_room()
+        self.window.prefetch(upcoming_forward(-1, layers=self._count, head=self._head))
+        if not self.outstanding:
+            self._lowest = self._count
+
+    def wants_backward(self, first: int) -> None:
+        """The block that starts with layer ``first`` will be differentiated."""
+        self._lowest = min(self._lowest, first)
+
+    def end_forward(self, token: BackwardToken, *, backward: bool) -> None:
+        """The decoder's forward ended: bind the head.
+
+        Args:
+            token: the call's.
+            backward: whether a backward will come to the decoder's output.
+        """
+        if self._head is not None and not self._head_bound:
+            if self.shared and not self._arena.shareable:
+                self._move_head()
+            self.window.acquire(self._head)
+            self._head_bound = True
+        token.head = backward
+        if token.outstanding:
+            self._tokens.add(token)
+
+    def head_done(self, token: BackwardToken) -> None:
+        """The backward of one call has reached the decoder's output."""
+        token.head = False
+        if self.shared and self._head_bound and _graph_is_retained():
+            self._move_layers("a graph is retained for another backward")
+        if self._head_bound and not any(other.head for other in self._tokens):
+            self.park_head()
+        self.window.prefetch(
+            upcoming_backward(self._count, lowest=self._lowest, layers=self._count)
+        )
+
+    # -- units ---------------------------------------------------------------------------------
+
+    def acquire(self, layer: int, *, backward: bool) -> None:
+        """Bind a layer's unit."""
+        self._make_room()
+        self.window.acquire(layer)
+
+    def release(self, layer: int, *, backward: bool) -> None:
+        """Park it, and copy what will be needed next."""
+        self._plan.layers[layer].keep_parameters()
+        self.window.release(layer)
+        if backward and layer <= self._lowest:
+            self.window.keep_only(range(_START))
+        head = self._head if not self.shared or self._arena.shareable else None
+        self.window.prefetch(
+            upcoming_backward(layer, lowest=self._lowest, layers=self._count)
+            if backward
+            else upcoming_forward(layer, layers=self._count, head=head)
+        )
+
+    def park_head(self) -> None:
+        """Park the head, if it is bound."""
+        if not self._head_bound:
+            return
+        assert self._head is not None
+        assert self._plan.head is not None
+        self.window.release(self._head)
+        self._head_bound = False
+        if self.shared:
+            # Layers will be copied over it. A backward that still reads it would be told so.
+            weights = [param for _, _, param in self._plan.head.places]
+            torch.autograd.graph.increment_version(weights)
+
+    def _make_room(self) -> None:
+        """See that layers can run: the head is not where they compute."""
+        if not self.shared:
+            if self._head_bound and not any(token.head for token in self._tokens):
+                self.park_head()
+            return
+        if self._head_bound:
+            if any(token.head for token in self._tokens):
+                self._move_layers("several forwards before a backward")
+                return
+            self.park_head()
+        assert self._head is not None
+        self.window.vacate(self._head)
+
+    # -- when the head and the layers cannot share ---------------------------------------------
+
+    @torch.inference_mode(False)
+    def _move_layers(self, reason: str) -> None:
+        regions = self._regions(0)
+        arena = self._new_arena(regions.size, kept=regions.size)
+        self.window.move(dict(enumerate(regions.layers)), arena.memory)
+        self._arena, self.shared = arena, False
+        if self.graphs is not None and isinstance(arena, GraphArena):
+            self.graphs.restart(CudaCapturer(arena, device=self._plan.device))
+        _log.info("layers_moved", reason=reason, bytes=regions.size)
+
+    @torch.inference_mode(False)
+    def _move_head(self) -> None:
+        assert self._head is not None
+        arena = PlainArena(self._head_bytes, device=self._plan.device)
+        self._lane.adopt(arena)
+        self.window.move({self._head: Region(0, self._head_bytes)}, arena.memory)
+        self.shared = False
+        reason = "a graph left a tensor in the arena"
+        _log.info("head_moved", reason=reason, bytes=self._head_bytes)
+
+    def close(self) -> None:
+        """Park everything, and let the device finish."""
+        for unit in self._plan.units():
+            unit.keep_parameters()
+        self.park_head()
+        if self._plan.device.type == "cuda":
+            torch.cuda.synchronize(self._plan.device)
+        if self.graphs is not None:
+            self.graphs.clear()
+
+
+def _graph_is_retained() -> bool:
+    """Whether the backward that is running was called with ``retain_graph=True``. torch has no
+    public way to ask; its own compiled backwards ask in this way."""
+    bindings: Any = torch._C._autograd
+    return bool(bindings._get_current_graph_task_keep_graph())
