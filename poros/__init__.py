@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from poros._extras import missing_extra
 
 if TYPE_CHECKING:
+    from poros_core.chunked_loss import chunked_cross_entropy, chunked_loss
     from poros_core.determinism import deterministic
     from poros_core.errors import (
         CheckpointError,
@@ -46,6 +47,8 @@ __all__ = [
     "StatsCallback",
     "UnsupportedModelError",
     "__version__",
+    "chunked_cross_entropy",
+    "chunked_loss",
     "deterministic",
     "hookimpl",
     "load",
@@ -66,6 +69,8 @@ _HOMES = {
     "StateError": "poros_core.errors",
     "StatsCallback": "poros_core.stats_callback",
     "UnsupportedModelError": "poros_core.errors",
+    "chunked_cross_entropy": "poros_core.chunked_loss",
+    "chunked_loss": "poros_core.chunked_loss",
     "deterministic": "poros_core.determinism",
     "hookimpl": "poros_core.hookspecs",
     "load": "poros_core.load",
