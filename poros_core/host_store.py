@@ -26,7 +26,15 @@ from poros_core.log import get_logger
 from poros_core.machine import available_memory
 from poros_core.protocols import TensorRef
 
-__all__ = ["ALIGNMENT", "HostBuffer", "HostStore", "TensorEntry", "UnitImage", "layout"]
+__all__ = [
+    "ALIGNMENT",
+    "HostBuffer",
+    "HostStore",
+    "TensorEntry",
+    "UnitImage",
+    "layout",
+    "layout_of",
+]
 
 _log = get_logger("host_store")
 
@@ -100,6 +108,10 @@ class HostBuffer:
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
         if device.type == "cuda":
             _page_lock(self, device)
+
+    def view(self) -> memoryview:
+        """Return the bytes as the host reads and writes them."""
+        return memoryview(self._map)[: self.nbytes]
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
         """Return a view of one tensor as ``device`` sees it, with a storage of its own."""
@@ -202,15 +214,26 @@ def layout(refs: Iterable[TensorRef]) -> tuple[list[TensorEntry], int]:
     Returns:
         The table, and the size of the stretch in bytes.
     """
-    entries: list[TensorEntry] = []
+    placed = [(ref, ref.get()) for ref in refs]
+    offsets, end = layout_of([tensor.nbytes for _, tensor in placed])
+    return [
+        TensorEntry(ref, offset, tensor.nbytes, tensor.dtype, tensor.shape, tensor.device)
+        for (ref, tensor), offset in zip(placed, offsets, strict=True)
+    ], end
+
+
+def layout_of(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return the offset of each of some tensors in a stretch, and the size of the stretch.
+
+    Args:
+        sizes: their bytes, in order.
+    """
+    offsets: list[int] = []
     end = 0
-    for ref in refs:
-        tensor = ref.get()
-        entries.append(
-            TensorEntry(ref, end, tensor.nbytes, tensor.dtype, tensor.shape, tensor.device)
-        )
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return entries, end
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
 
 
 class HostStore:
@@ -270,9 +293,14 @@ class HostStore:
         for entry in entries:
             source = entry.ref.get().detach().contiguous().view(-1).view(torch.uint8)
             buffer.bytes[entry.offset : entry.offset + entry.nbytes].copy_(source)
+        self._images = [other for other in self._images if id(other) not in known]
+        return self.place(entries, buffer)
+
+    def place(self, entries: Sequence[TensorEntry], buffer: HostBuffer) -> UnitImage:
+        """Take over a unit whose bytes are in host memory already, and park its tensors."""
         image = UnitImage(entries, buffer)
         image.park()
-        self._images = [other for other in self._images if id(other) not in known] + [image]
+        self._images.append(image)
         self._by_key.update((entry.ref.key, image) for entry in entries)
         return image
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -153,6 +153,18 @@ class Nf4Streamed:
         """Return what Transformers' ``from_pretrained`` gives on the device."""
         return _load_resident(request)
 
+    def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
+        """Return what decides the bytes of the base; see ``PackingStrategy``."""
+        return _cache_key(request)
+
+    def describe(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
+        return _describe(model)
+
+    def skeleton(self, request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
+        """Return the model without reading a weight; see ``PackingStrategy``."""
+        return _skeleton(request, described)
+
 
 @frozen
 class Nf4Standard:
@@ -185,6 +197,18 @@ class Nf4Standard:
     def load_resident(self, request: LoadRequest) -> nn.Module:
         """Return what Transformers' ``from_pretrained`` gives on the device."""
         return _load_resident(request)
+
+    def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
+        """Return what decides the bytes of the base; see ``PackingStrategy``."""
+        return _cache_key(request)
+
+    def describe(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
+        return _describe(model)
+
+    def skeleton(self, request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
+        """Return the model without reading a weight; see ``PackingStrategy``."""
+        return _skeleton(request, described)
 
 
 def _dtype(request: LoadRequest) -> torch.dtype | str:
@@ -223,3 +247,44 @@ def _load_resident(request: LoadRequest) -> nn.Module:
 
     config = for_checkpoint(request, read_checkpoint(request.path))
     return load_plain(request, dtype=_dtype(request), quantization_config=config)
+
+
+def _cache_key(request: LoadRequest) -> Mapping[str, Any]:
+    from poros_loaders.bnb_config import for_checkpoint
+    from poros_loaders.cache_key import request_key
+    from poros_loaders.checkpoint import read_checkpoint
+
+    check_arguments(request)
+    checkpoint = read_checkpoint(request.path)
+    config = for_checkpoint(request, checkpoint)
+    return request_key(
+        request,
+        checkpoint,
+        precision=NF4.name,
+        dtype=_dtype(request),
+        quantization=None if config is None else config.to_dict(),
+    )
+
+
+def _describe(model: nn.Module) -> Mapping[str, Any]:
+    from poros_loaders.skeleton import described_dtype, noted_weights
+
+    return {"dtype": described_dtype(model), "weights": noted_weights(model)}
+
+
+def _skeleton(request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
+    from poros_loaders.checkpoint import read_checkpoint
+    from poros_loaders.skeleton import settle_dtype, uncast_dtype
+    from poros_loaders.staging import load_staged
+
+    config = _check(request)
+    noted = described["dtype"]
+    dtype = uncast_dtype(read_checkpoint(request.path), _dtype(request), noted=noted)
+    if config is None:
+        model = load_checked(request, device="cpu", dtype=_dtype(request))
+    else:
+        model = load_staged(
+            request, dtype=dtype, quantization_config=config, noted=described["weights"]
+        )
+    settle_dtype(model, noted=noted)
+    return _finish(request, model)

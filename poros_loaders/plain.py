@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -81,6 +81,18 @@ class Bf16Streamed:
         """Return what Transformers' ``from_pretrained`` gives on the device."""
         return load_plain(request, dtype=_dtype(request))
 
+    def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
+        """Return what decides the bytes of the base; see ``PackingStrategy``."""
+        return _cache_key(request)
+
+    def describe(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
+        return _describe(model)
+
+    def skeleton(self, request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
+        """Return the model without reading a weight; see ``PackingStrategy``."""
+        return _skeleton(request, described)
+
 
 @frozen
 class Bf16Standard:
@@ -111,6 +123,18 @@ class Bf16Standard:
         """Return what Transformers' ``from_pretrained`` gives on the device."""
         return load_plain(request, dtype=_dtype(request))
 
+    def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
+        """Return what decides the bytes of the base; see ``PackingStrategy``."""
+        return _cache_key(request)
+
+    def describe(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
+        return _describe(model)
+
+    def skeleton(self, request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
+        """Return the model without reading a weight; see ``PackingStrategy``."""
+        return _skeleton(request, described)
+
 
 def _dtype(request: LoadRequest) -> torch.dtype:
     import torch
@@ -133,3 +157,34 @@ def _check(request: LoadRequest) -> None:
             "precision='bf16' cannot be had from it. Use precision='nf4' if it is a bitsandbytes "
             "NF4 checkpoint, or give the unquantised checkpoint."
         )
+
+
+def _cache_key(request: LoadRequest) -> Mapping[str, Any]:
+    from poros_loaders.cache_key import request_key
+
+    _check(request)
+    return request_key(
+        request,
+        read_checkpoint(request.path),
+        precision=PLAIN.name,
+        dtype=_dtype(request),
+        quantization=None,
+    )
+
+
+def _describe(model: nn.Module) -> Mapping[str, Any]:
+    from poros_loaders.skeleton import described_dtype
+
+    return {"dtype": described_dtype(model)}
+
+
+def _skeleton(request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
+    from poros_loaders.skeleton import settle_dtype, uncast_dtype
+
+    _check(request)
+    noted = described["dtype"]
+    dtype = uncast_dtype(read_checkpoint(request.path), _dtype(request), noted=noted)
+    model = load_checked(request, device="cpu", dtype=dtype)
+    settle_dtype(model, noted=noted)
+    mark_device(model, request.device)
+    return model

@@ -14,7 +14,7 @@ once, and the finished model gets an ordinary quantizer, so nothing later can te
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_loaders.pretrained import load_checked
+from poros_loaders.skeleton import empty_weight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +38,11 @@ _numbers = itertools.count()
 
 
 def load_staged(
-    request: LoadRequest, *, dtype: torch.dtype | str, quantization_config: Any
+    request: LoadRequest,
+    *,
+    dtype: torch.dtype | str,
+    quantization_config: Any,
+    noted: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Load with every quantised weight staged on ``request.device``. See the module's note.
 
@@ -45,12 +50,14 @@ def load_staged(
         request: what is loaded.
         dtype: dtype of what is not quantised, or ``"auto"``.
         quantization_config: a ``BitsAndBytesConfig`` that the model may keep.
+        noted: what a packed base notes of its quantised weights: they are then left empty, and
+            none is read.
 
     Raises:
         CheckpointError: keys are missing, unexpected, or of another shape.
     """
     failures: list[Exception] = []
-    with _registered(_quantizer(request.device, failures)) as name:
+    with _registered(_quantizer(request.device, failures, noted)) as name:
         quantization_config.quant_method = name
         try:
             model = load_checked(
@@ -78,8 +85,24 @@ def _registered(quantizer: type[Any]) -> Iterator[str]:
         del AUTO_QUANTIZER_MAPPING[name]
 
 
-def _quantizer(device: torch.device, failures: list[Exception]) -> type[Any]:
+def _quantizer(
+    device: torch.device, failures: list[Exception], noted: Mapping[str, Any] | None
+) -> type[Any]:
     """Return a quantizer class that stages on ``device`` and notes what failed there."""
+
+    class LeaveEmpty(Bnb4bitQuantize):  # type: ignore[misc]
+        """Touch no weight; see [Note: Nothing is touched]."""
+
+        def convert(
+            self, input_dict: dict[str, Any], *, model: Any = None, **kwargs: Any
+        ) -> dict[str, Any]:
+            """Return an empty weight for each that would be quantised."""
+            assert noted is not None
+            try:
+                return {name: empty_weight(model, name, noted[name]) for name in input_dict}
+            except Exception as error:
+                failures.append(error)
+                raise
 
     class StagedQuantize(Bnb4bitQuantize):  # type: ignore[misc]
         """Quantise on the device; leave the result in host memory."""
@@ -107,8 +130,8 @@ def _quantizer(device: torch.device, failures: list[Exception]) -> type[Any]:
             quantization_config.quant_method = QuantizationMethod.BITS_AND_BYTES
 
         def get_quantize_ops(self) -> Any:
-            """Return the staged operation."""
-            return StagedQuantize(self)
+            """Return the staged operation, or the one that reads nothing."""
+            return StagedQuantize(self) if noted is None else LeaveEmpty(self)
 
     return StagedQuantizer
 

@@ -1,0 +1,284 @@
+"""A loaded base to an entry of the packed cache, and back.
+
+What a loader strategy must offer for that is ``PackingStrategy``. Tensors are named by the place
+in the model that they are bound to, so that both ways agree whatever the codec.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from poros_core.host_store import HostBuffer, HostStore, TensorEntry, layout_of
+from poros_core.packed_cache import CacheRefusal, Entry, EntryWriter
+from poros_core.packed_file import DamagedFile, PackedFile, Piece
+from poros_core.plan import BlockPlan, Unit, build_plan
+from poros_core.plugins import plugins
+from poros_core.protocols import LoadRequest, TensorRef
+
+__all__ = ["LoadedBase", "PackingStrategy", "named_buffers", "named_refs", "pack", "unpack"]
+
+_REST = "rest.safetensors"
+_READERS = 8
+_NAMES = {
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
+    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+    torch.int64: "I64", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@runtime_checkable
+class PackingStrategy(Protocol):
+    """What a loader strategy offers besides, if its bases can be kept in the packed cache."""
+
+    def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
+        """Return everything that decides the base's bytes, as JSON knows it, with ``precision``.
+
+        Read from config and headers; no weight is touched.
+
+        Raises:
+            CacheRefusal: something decides them that cannot be told beforehand.
+        """
+        ...
+
+    def describe(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what ``skeleton`` needs to know of a loaded model besides its tensors, as JSON
+        knows it."""
+        ...
+
+    def skeleton(self, request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
+        """Return the model as ``load`` gives it, without reading a weight.
+
+        Whatever a codec names is bound afterwards, so it may hold anything, of any size.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit.
+        """
+        ...
+
+
+@frozen(eq=False)
+class LoadedBase:
+    """A model whose base stands in host memory.
+
+    Attributes:
+        model: the Transformers model.
+        plan: its units.
+        store: holds all of them.
+    """
+
+    model: nn.Module
+    plan: BlockPlan
+    store: HostStore
+
+
+def named_refs(model: nn.Module) -> dict[str, TensorRef]:
+    """Return every place of a model's parameters that a codec names, once each, by name."""
+    codecs = [codec for codec, _ in plugins().codecs()]
+    found: dict[str, TensorRef] = {}
+    seen: set[tuple[int, str]] = set()
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            codec = next((c for c in codecs if param is not None and c.claims(param)), None)
+            if codec is None or param is None:
+                continue
+            for ref in codec.refs(module, name, param):
+                if ref.key not in seen:
+                    seen.add(ref.key)
+                    found[f"{_joined(path, name)}:{ref.name}"] = ref
+    return found
+
+
+def named_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every buffer of a model once, persistent or not, by name."""
+    found = {
+        id(buffer): (_joined(path, name), buffer)
+        for path, module in reversed(list(model.named_modules()))
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    return {f"{name}:buffer": buffer for name, buffer in found.values()}
+
+
+def pack(
+    model: nn.Module, *, plan: BlockPlan, store: HostStore, writer: EntryWriter, described: Any
+) -> None:
+    """Write a loaded base to the cache.
+
+    Args:
+        model: the model as ``poros.load`` returns it.
+        plan: its units, all of which ``store`` holds.
+        store: the base in host memory.
+        writer: the entry.
+        described: what the strategy's ``describe`` returned.
+
+    Raises:
+        CacheRefusal: a tensor has a dtype that safetensors does not know.
+        OSError: the disk is full, or cannot be written.
+    """
+    refs = named_refs(model)
+    names = {ref.key: name for name, ref in refs.items()}
+    records = []
+    placed: set[tuple[int, str]] = set()
+    for number, unit in enumerate(_units(plan)):
+        image = store.adopt(unit.refs)
+        assert image is not None
+        placed.update(ref.key for ref in unit.refs)
+        records.append(
+            writer.write(
+                f"unit-{number:04}.safetensors",
+                [_piece(names[entry.ref.key], entry) for entry in image.entries],
+                [image.buffer.view()],
+                unit=unit.name,
+                nbytes=image.nbytes,
+            )
+        )
+    rest = {name: ref.get() for name, ref in refs.items() if ref.key not in placed}
+    writer.finish(records, _write_rest(writer, {**rest, **named_buffers(model)}), described)
+
+
+def unpack(
+    entry: Entry,
+    request: LoadRequest,
+    skeleton: Callable[[LoadRequest, Mapping[str, Any]], nn.Module],
+) -> LoadedBase:
+    """Read a base from the cache. Reading and checking run while the skeleton is made.
+
+    Args:
+        entry: the entry, open.
+        request: what is loaded.
+        skeleton: the strategy's ``skeleton``.
+
+    Raises:
+        DamagedFile: a file is not what was written.
+        CheckpointError: the checkpoint does not fit.
+        PrepareError: host memory cannot be had or page-locked.
+    """
+    store = HostStore(request.device, home=True)
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        reads = [pool.submit(_read_unit, entry, record, request.device) for record in entry.units]
+        try:
+            model = skeleton(request, entry.described)
+            for param in model.parameters():
+                param.requires_grad_(False)
+            plan = build_plan(
+                model, family=request.family, codecs=plugins().codecs(), device=request.device
+            )
+            refs = named_refs(model)
+            _bind_units(entry, plan, refs, reads, store)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    _bind_rest(entry, model, refs, request.device)
+    return LoadedBase(model, plan, store)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _units(plan: BlockPlan) -> list[Unit]:
+    return [unit for unit in plan.units() if unit.refs]
+
+
+def _piece(name: str, entry: TensorEntry) -> Piece:
+    return Piece(name, _named(entry.dtype), tuple(entry.shape), entry.offset, entry.nbytes)
+
+
+def _named(dtype: torch.dtype) -> str:
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise CacheRefusal(f"safetensors has no name for {dtype}; leave cache= out")
+    return name
+
+
+def _write_rest(writer: EntryWriter, tensors: Mapping[str, torch.Tensor]) -> PackedFile | None:
+    if not tensors:
+        return None
+    spans, nbytes = layout_of([tensor.nbytes for tensor in tensors.values()])
+    pieces = [
+        Piece(name, _named(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes)
+        for (name, tensor), offset in zip(tensors.items(), spans, strict=True)
+    ]
+
+    def chunks() -> Iterator[memoryview]:
+        for tensor, begin, end in zip(tensors.values(), spans, [*spans[1:], nbytes], strict=True):
+            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            yield flat.numpy().data
+            yield memoryview(bytes(end - begin - tensor.nbytes))
+
+    return writer.write(_REST, pieces, chunks(), unit="rest", nbytes=nbytes)
+
+
+def _read_unit(entry: Entry, record: PackedFile, device: torch.device) -> HostBuffer:
+    buffer = HostBuffer(record.nbytes, device=device)
+    entry.read(record, buffer.view())
+    return buffer
+
+
+def _bind_units(
+    entry: Entry,
+    plan: BlockPlan,
+    refs: Mapping[str, TensorRef],
+    reads: Sequence[Future[HostBuffer]],
+    store: HostStore,
+) -> None:
+    names = {ref.key: name for name, ref in refs.items()}
+    units = _units(plan)
+    if [unit.name for unit in units] != [record.unit for record in entry.units]:
+        raise DamagedFile("it holds other units than the model has")
+    for unit, record, read in zip(units, entry.units, reads, strict=True):
+        if [names[ref.key] for ref in unit.refs] != [piece.name for piece in record.pieces]:
+            raise DamagedFile(f"{record.file} holds other tensors than {unit.name} has")
+        entries = [_entry(ref, piece) for ref, piece in zip(unit.refs, record.pieces, strict=True)]
+        store.place(entries, read.result())
+
+
+def _entry(ref: TensorRef, piece: Piece) -> TensorEntry:
+    return TensorEntry(
+        ref,
+        piece.offset,
+        piece.nbytes,
+        _DTYPES[piece.dtype],
+        torch.Size(piece.shape),
+        torch.device("cpu"),
+    )
+
+
+def _bind_rest(
+    entry: Entry, model: nn.Module, refs: Mapping[str, TensorRef], device: torch.device
+) -> None:
+    placed = {piece.name for record in entry.units for piece in record.pieces}
+    buffers = named_buffers(model)
+    wanted = {*(name for name in refs if name not in placed), *buffers}
+    pieces = () if entry.rest is None else entry.rest.pieces
+    if wanted != {piece.name for piece in pieces}:
+        raise DamagedFile(f"{_REST} holds other tensors than the model has")
+    if entry.rest is None:
+        return
+    content = bytearray(entry.rest.nbytes)
+    entry.read(entry.rest, memoryview(content))
+    new: dict[int, torch.Tensor] = {}
+    for piece in pieces:
+        dtype = _DTYPES[piece.dtype]
+        flat = torch.empty(0, dtype=dtype)
+        if piece.nbytes:
+            count = piece.nbytes // dtype.itemsize
+            flat = torch.frombuffer(content, dtype=dtype, count=count, offset=piece.offset)
+        tensor = flat.view(piece.shape).to(device, copy=True)
+        if piece.name in buffers:
+            new[id(buffers[piece.name])] = tensor
+        else:
+            refs[piece.name].set(tensor)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = new[id(buffer)]
