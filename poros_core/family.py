@@ -66,6 +66,9 @@ class Family:
             layers hand tensors to later layers (shared keys and values, for example).
         breaks: called with the decoder; returns the numbers of the layers that must begin a block
             because the decoder changes the hidden state before them.
+        weights: called with the config as a mapping; returns the shapes of the text decoder's
+            weights and of its head, if it has one of its own, by their names in a text-only
+            model. None: ``poros plan`` needs a checkpoint's headers for this family.
     """
 
     name: str = field(validator=validators.matches_re(r"[a-z0-9][a-z0-9_.\-]*"))
@@ -77,3 +80,6 @@ class Family:
     layers: Callable[[nn.Module], Sequence[nn.Module]] = field(default=decoder_layers, repr=False)
     shared: tuple[str, ...] = ()
     breaks: Callable[[nn.Module], Collection[int]] = field(default=_no_breaks, repr=False)
+    weights: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]] | None = field(
+        default=None, repr=False
+    )

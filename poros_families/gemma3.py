@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from poros_core.family import Family
 from poros_families._tiny import TINY
+from poros_families._weights import Shapes, attention, decoder_weights, mlp, norms
 
 __all__ = ["GEMMA3"]
 
@@ -69,10 +71,29 @@ _27B: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+
+def _layer(config: Mapping[str, Any], number: int) -> Shapes:
+    hidden, head_dim = config["hidden_size"], config.get("head_dim") or 256
+    heads, kv_heads = config.get("num_attention_heads", 8), config.get("num_key_value_heads", 4)
+    return {
+        **attention(hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+        **norms(head_dim, "self_attn.q_norm", "self_attn.k_norm"),
+        **mlp(hidden, config["intermediate_size"]),
+        **norms(hidden, "input_layernorm", "post_attention_layernorm"),
+        **norms(hidden, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    }
+
+
+def _weights(config: Mapping[str, Any]) -> Shapes:
+    # published configs leave out what equals the library's defaults, as do the numbers above
+    return decoder_weights(config, _layer, tied=True, vocabulary=262208)
+
+
 GEMMA3 = Family(
     name="gemma3",
     title="Gemma 3",
     model_types=("gemma3", "gemma3_text"),
+    weights=_weights,
     shapes={"tiny": _TINY, "tiny-multimodal": _TINY_MULTIMODAL, "27b": _27B},
 )
 """The family of ``model_type`` ``gemma3`` and ``gemma3_text``."""

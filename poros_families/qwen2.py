@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from poros_core.family import Family
+from poros_families._weights import Shapes, attention, decoder_weights, mlp, norms
 
 __all__ = ["QWEN2"]
 
@@ -68,10 +70,33 @@ def _published(
     }
 
 
+def _layer(config: Mapping[str, Any], number: int) -> Shapes:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    projections = attention(hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    biases = {
+        name.replace("weight", "bias"): (shape[0],)
+        for name, shape in projections.items()
+        if "o_proj" not in name
+    }
+    return {
+        **projections,
+        **biases,
+        **mlp(hidden, config["intermediate_size"]),
+        **norms(hidden, "input_layernorm", "post_attention_layernorm"),
+    }
+
+
+def _weights(config: Mapping[str, Any]) -> Shapes:
+    return decoder_weights(config, _layer, tied=False)
+
+
 QWEN2 = Family(
     name="qwen2",
     title="Qwen2.5",
     model_types=("qwen2",),
+    weights=_weights,
     shapes={
         "tiny": _TINY,
         "tiny-sliding": {

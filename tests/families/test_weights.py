@@ -1,0 +1,55 @@
+"""What a family says of its weights from the config alone is what Transformers builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from poros_core.configs import auto_class
+from poros_families import poros_families
+
+SHAPES = [
+    pytest.param(family, config, id=f"{family.name}-{shape}")
+    for family in poros_families()
+    for shape, config in family.shapes.items()
+]
+TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vis")
+
+
+@pytest.mark.parametrize(("family", "config"), SHAPES)
+def test_weights_are_the_models(family: Any, config: Mapping[str, Any]) -> None:
+    full = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = getattr(transformers, auto_class(config)).from_config(full)
+    wanted = {
+        name.replace("model.language_model.", "model."): tuple(param.shape)
+        for name, param in model.named_parameters()
+        if not name.startswith(TOWERS)
+    }
+    assert family.weights is not None
+    assert family.weights(config) == wanted
+    assert family.weights(full.to_dict()) == wanted
+
+
+def test_what_a_published_config_leaves_out() -> None:
+    families = {family.name: family for family in poros_families()}
+    for name, defaults in (
+        ("gemma3", ("vocab_size", "tie_word_embeddings")),
+        ("gemma4", ("vocab_size", "head_dim")),
+        ("qwen3_5", ("layer_types",)),
+    ):
+        family = families[name]
+        config = dict(next(reversed(family.shapes.values())))
+        wanted = family.weights(config)
+        for key in defaults:
+            config.pop(key, None)
+        assert family.weights(config) == wanted
+    with pytest.raises(KeyError, match="vocab_size"):
+        config = dict(families["qwen3"].shapes["tiny"])
+        del config["vocab_size"]
+        families["qwen3"].weights(config)
