@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ class FunctionCapturer:
     def __init__(self, *, fails: int = 0) -> None:
         self.captured = 0
         self.settled = 0
+        self.reserved: list[torch.Tensor] = []
         self._fails = fails
 
     def capture(self, body: Callable[[], None]) -> Again:
@@ -59,6 +61,21 @@ class FunctionCapturer:
     def settle(self) -> None:
         self.settled += 1
 
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        """Give memory that is poisoned whenever the head is bound, as an arena's may be."""
+        if nbytes < 600:
+            return None
+        memory = torch.empty(-(-nbytes // 512) * 512, dtype=torch.uint8)
+        self.reserved.append(memory)
+        return memory
+
+
+def spoiling(capturer: FunctionCapturer, end_forward: Any, *args: Any, **kwargs: Any) -> None:
+    """Bind the head, which takes the memory that was reserved."""
+    end_forward(*args, **kwargs)
+    for memory in capturer.reserved:
+        memory.fill_(0xFF)
+
 
 def make(device: torch.device = CPU, *, fails: int = 0, graphs: bool = True) -> Any:
     torch.manual_seed(0)
@@ -71,7 +88,9 @@ def make(device: torch.device = CPU, *, fails: int = 0, graphs: bool = True) -> 
     if graphs and device.type == "cpu":
         handle = handle_of(model)
         units = handle.units
-        units.graphs = GraphExecutor(units.eager, CPU, FunctionCapturer(fails=fails))
+        capturer = FunctionCapturer(fails=fails)
+        units.graphs = GraphExecutor(units.eager, CPU, capturer)
+        units.end_forward = partial(spoiling, capturer, units.end_forward)
     return model
 
 
@@ -189,6 +208,8 @@ def test_a_call_is_captured_at_its_second_sight() -> None:
         counts.append((handle.counters()["graph_replays"], handle.counters()["eager_blocks"]))
     assert counts == [(0, 8), (8, 8), (16, 8), (24, 8)]
     assert handle.units.graphs._capturer.captured == 8
+    assert handle.units.graphs._capturer.settled == 8
+    assert handle.units.graphs._capturer.reserved
 
 
 def test_a_failed_capture_runs_eagerly_says_so_once_and_keeps_the_random_numbers(

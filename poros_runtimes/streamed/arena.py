@@ -17,10 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Arena", "GraphArena", "PlainArena"]
+__all__ = ["Arena", "GraphArena", "PlainArena", "drop_workspaces"]
 
 _BLOCK = 512
 """Bytes. What the CUDA caching allocator rounds sizes up to, so that blocks adjoin."""
+_SMALL = 2 << 20
+"""Bytes. The allocator serves requests of up to 1 MiB from segments of their own, of 2 MiB."""
 
 
 class Arena(Protocol):
@@ -130,6 +132,23 @@ class GraphArena:
         """Record the stream when the arena is dropped; see ``Arena``."""
         self._blocks.streams.append(stream)
 
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        """Set memory beyond the slots apart for something that is idle whenever the head is on the
+        device. Returns a flat uint8 tensor, or None if there is no room."""
+        nbytes = -(-nbytes // _BLOCK) * _BLOCK
+        if not self.shareable or nbytes < _SMALL or nbytes > self._rest:
+            return None
+        self._blocks.rest = None
+        block = self._allocate(nbytes)
+        if block.data_ptr() == self._start + self._kept:
+            self._kept += nbytes
+            self._rest -= nbytes
+            self.shareable = self._take_back()
+            return block
+        del block
+        self.shareable = self._take_back()
+        return None
+
     def lend(self) -> None:
         """Free what lies beyond the slots, for a graph that is about to be captured."""
         self._blocks.rest = None
@@ -137,9 +156,7 @@ class GraphArena:
     def settle(self) -> None:
         """Take back what was lent. If something that the capture allocated is still alive there,
         the part is left to the graphs for good, and ``shareable`` turns false."""
-        # A handle's workspace is allocated on first use and kept; graphs keep its address anyway.
-        bindings: Any = torch._C
-        bindings._cuda_clearCublasWorkspaces()
+        drop_workspaces()
         if not self.shareable or self._take_back():
             return
         gc.collect()
@@ -147,7 +164,7 @@ class GraphArena:
             self.shareable = False
 
     def _take_back(self) -> bool:
-        if not self._rest:
+        if self._rest < _SMALL:
             return True
         others = []
         for _ in range(4):
@@ -161,3 +178,11 @@ class GraphArena:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool, self._device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+def drop_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps, one a thread and stream, until it needs them again.
+    A graph goes on using the address that it was captured with. torch has no public way to do
+    this; its own graph trees do it so."""
+    bindings: Any = torch._C
+    bindings._cuda_clearCublasWorkspaces()

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import frozen
 
 from poros_runtimes.streamed.signature import Layout
 
-__all__ = ["Buffer", "Stretch"]
+__all__ = ["Buffer", "Stretch", "span_of"]
 
 _ALIGNMENT = 512
 """Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
 
 
+def span_of(layout: Layout) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    last = sum((n - 1) * (s or 1) for n, s in zip(layout.compact, layout.stride, strict=True))
+    return (last + 1) * layout.dtype.itemsize if all(layout.compact) else 0
+
+
 class Buffer:
     """A tensor argument's stand-in at a fixed address."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, memory: torch.Tensor | None = None
+    ) -> None:
+        """Make a buffer.
+
+        Args:
+            layout: what it stands in for.
+            device: the compute device.
+            memory: ``span_of(layout)`` bytes for it, flat uint8; None allocates.
+        """
         self.layout = layout
         strides = [s or 1 for s in layout.stride]
-        self._base = torch.empty_strided(layout.compact, strides, dtype=layout.dtype, device=device)
+        self._base = (
+            torch.empty_strided(layout.compact, strides, dtype=layout.dtype, device=device)
+            if memory is None
+            else memory.view(layout.dtype).as_strided(layout.compact, strides)
+        )
         self.tensor = self._base.expand(layout.shape)
         self._source: torch.Tensor | None = None
         self._version = -1
@@ -53,15 +72,20 @@ class Stretch:
     pieces: tuple[tuple[int, int, Layout], ...]
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout], device: torch.device) -> Stretch:
-        """Return a stretch with room for gradients of these layouts."""
+    def of(cls, layouts: Sequence[Layout], allocate: Callable[[int], torch.Tensor]) -> Stretch:
+        """Return a stretch with room for gradients of these layouts.
+
+        Args:
+            layouts: of the gradients.
+            allocate: given a number of bytes, returns a flat uint8 tensor of as many or more.
+        """
         pieces: list[tuple[int, int, Layout]] = []
         end = 0
         for layout in layouts:
             nbytes = torch.Size(layout.shape).numel() * layout.dtype.itemsize
             pieces.append((end, end + nbytes, layout))
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(torch.empty(end, dtype=torch.uint8, device=device), tuple(pieces))
+        return cls(allocate(end)[:end], tuple(pieces))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return each gradient as a view of ``flat``."""

@@ -37,6 +37,11 @@ class Capturer(Protocol):
         """Called after each capture, also one that failed, when its temporaries are gone."""
         ...
 
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        """Return device memory that keeps its bytes only while blocks run, flat uint8; None if
+        there is none to spare."""
+        ...
+
 
 class _Captured:
     """A graph, and after it the arena whose addresses it uses: they go in this order."""
@@ -86,3 +91,7 @@ class CudaCapturer:
     def settle(self) -> None:
         """Let the arena take back what was lent; see ``Capturer``."""
         self._arena.settle()
+
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        """Reserve memory in the arena; see ``Capturer``."""
+        return self._arena.reserve(nbytes)

@@ -32,7 +32,7 @@ from poros_runtimes.streamed.boundary import (
     leaves_of,
     nothing_saved,
 )
-from poros_runtimes.streamed.buffers import Buffer, Stretch
+from poros_runtimes.streamed.buffers import Buffer, Stretch, span_of
 from poros_runtimes.streamed.capture import Capturer, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,
@@ -185,6 +185,8 @@ class GraphExecutor:
         """Drop every graph and buffer. Calls whose backward is to come will run it eagerly."""
         self._epoch += 1
         self._seen.clear()
+        self._buffers.clear()
+        self._stretches.clear()
 
     def restart(self, capturer: Capturer) -> None:
         """Drop every graph, because units moved to other addresses, and go on with a new pool."""
@@ -334,7 +336,10 @@ class GraphExecutor:
         key = (role, index, layout)
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = Buffer(layout, self._device)
+            # An argument's buffer is not filled again while the argument is the same.
+            lasting = role == "argument"
+            memory = None if lasting else self._capturer.reserve(span_of(layout))
+            buffer = self._buffers[key] = Buffer(layout, self._device, memory)
         return buffer
 
     def _stretch(self, layouts: tuple[Layout, ...]) -> Stretch | None:
@@ -342,8 +347,14 @@ class GraphExecutor:
             return None
         stretch = self._stretches.get(layouts)
         if stretch is None:
-            stretch = self._stretches[layouts] = Stretch.of(layouts, self._device)
+            stretch = self._stretches[layouts] = Stretch.of(layouts, self._allocate)
         return stretch
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        memory = self._capturer.reserve(nbytes)
+        if memory is not None:
+            return memory
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _constants_of(self, block: Block) -> BlockConstants:
         version, constants = self._constants.get(block, (-1, None))

@@ -9,6 +9,12 @@ because a graph is retained for another one, the layers move out to slots of the
 there: what autograd saved of the head goes by its address, so the head cannot move. An evaluation
 has no backward, so the next forward parks the head. While parked it still reads true from host
 memory.
+
+[Note: The first steps' memory]
+What a first backward frees, the allocator keeps in pieces of the size of the logits, and gradients
+and optimizer state that come into being then take room inside of them; later logits need memory of
+their own. So during the first steps cached memory is given back at each turn of the step, and what
+stays comes to lie close together.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
 from poros_core.schedule import Region, Regions, upcoming_backward, upcoming_forward
 from poros_core.settings import Settings
-from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena
+from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
 from poros_runtimes.streamed.block import BackwardToken
 from poros_runtimes.streamed.boundary import EagerExecutor, Executor
 from poros_runtimes.streamed.capture import CudaCapturer
@@ -38,6 +44,10 @@ _log = get_logger("runtime")
 _START = 2
 """Units that stay in the window between steps: what the next forward starts with. The first
 computes while the second waits and the third is on its way."""
+
+_FIRST = 4
+"""Backwards that count as first; see [Note: The first steps' memory]. The first runs eagerly, and
+the second captures graphs."""
 
 
 class Units:
@@ -58,6 +68,7 @@ class Units:
         self._head_bound = False
         self._tokens: weakref.WeakSet[BackwardToken] = weakref.WeakSet()
         self._lowest = 0
+        self._backwards = 0
         images = [store.adopt(unit.refs) for unit in plan.layers]
         head = store.adopt(plan.head.refs) if plan.head is not None else None
         for table in plan.embeddings:
@@ -68,7 +79,8 @@ class Units:
         self._head_bytes = 0 if head is None else head.nbytes
         regions = self._regions(self._head_bytes)
         self._lane = make_lane(plan.device)
-        self._use_graphs = settings.graphs != "off" and plan.device.type == "cuda"
+        self._on_cuda = plan.device.type == "cuda"
+        self._use_graphs = settings.graphs != "off" and self._on_cuda
         self._arena = self._new_arena(regions.size, kept=regions.slot_bytes)
         self.shared = head is not None
         self.window = Window(
@@ -114,6 +126,7 @@ class Units:
     def begin_forward(self) -> None:
         """A forward of the decoder starts: copy what it starts with."""
         self._make_room()
+        self._give_back()
         self.window.prefetch(upcoming_forward(-1, layers=self._count, head=self._head))
         if not self.outstanding:
             self._lowest = self._count
@@ -137,10 +150,13 @@ class Units:
         token.head = backward
         if token.outstanding:
             self._tokens.add(token)
+            if self._on_cuda:
+                drop_workspaces()  # the loss is where the peak is
 
     def head_done(self, token: BackwardToken) -> None:
         """The backward of one call has reached the decoder's output."""
         token.head = False
+        self._give_back()
         if self.shared and self._head_bound and _graph_is_retained():
             self._move_layers("a graph is retained for another backward")
         if self._head_bound and not any(other.head for other in self._tokens):
@@ -162,12 +178,19 @@ class Units:
         self.window.release(layer)
         if backward and layer <= self._lowest:
             self.window.keep_only(range(_START))
+            self._give_back()
+            self._backwards += 1
         head = self._head if not self.shared or self._arena.shareable else None
         self.window.prefetch(
             upcoming_backward(layer, lowest=self._lowest, layers=self._count)
             if backward
             else upcoming_forward(layer, layers=self._count, head=head)
         )
+
+    def _give_back(self) -> None:
+        """See [Note: The first steps' memory]."""
+        if self._on_cuda and self._backwards < _FIRST:
+            torch.cuda.empty_cache()
 
     def park_head(self) -> None:
         """Park the head, if it is bound."""
@@ -223,7 +246,7 @@ class Units:
         for unit in self._plan.units():
             unit.keep_parameters()
         self.park_head()
-        if self._plan.device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.synchronize(self._plan.device)
         if self.graphs is not None:
             self.graphs.clear()

@@ -260,10 +260,11 @@ class Window:
                 other.forget()
         place.event = self._lane.copy(
             place.memory,
-            place.image.buffer.bytes[: place.region.size],
+            place.image.bytes_for_copy()[: place.region.size],
             after=after,
             poison=self._poison,
         )
+        place.image.copied(place.event)
         place.move(Residency.IN_FLIGHT)
         self.copies += 1
         self.bytes_streamed += place.region.size
