@@ -7,7 +7,15 @@ from typing import Any
 
 REFERENCE = "peft-checkpointing"
 _COLUMNS = ("method", "peak", "reserved", "driver", "step", "floor", "/ floor", "/ ckpt", "graphs")
-_SHOWN = ("optimizer_state", "block_size", "vram_budget", "graphs", "loss_chunk", "cap_bytes")
+_SHOWN = (
+    "pad_to_multiple_of",
+    "optimizer_state",
+    "block_size",
+    "vram_budget",
+    "graphs",
+    "loss_chunk",
+    "cap_bytes",
+)
 _DEFAULTS = ("device", 1, None, "auto")
 
 
@@ -33,8 +41,11 @@ def _reference(
     record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
     same = ("shape", "layers", "precision", "seq_len", "batch", "rank", "dropout")
+    pad = "pad_to_multiple_of"
     for other in records:
-        if other["method"] == REFERENCE and all(other[key] == record[key] for key in same):
+        alike = all(other[key] == record[key] for key in same)
+        padded = other["settings"].get(pad) == record["settings"].get(pad)
+        if other["method"] == REFERENCE and alike and padded:
             return other
     return None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import asdict, evolve, field, frozen
+from cost_texts import WEIGHTS
 
 from poros_core.gate.options import GateOptions, Subject, subject_of
 
@@ -36,6 +38,9 @@ class Work:
         vram_budget: Poros' setting: None, bytes, or text such as ``"16GB"`` or ``"auto"``.
         prepare: further settings of ``poros.prepare``.
         chunk: tokens of a chunk of the loss; None means the model's own loss.
+        data: a file of tokenised records, trained on with HF Trainer; None means random tokens in
+            a plain loop.
+        pad_to: pad a batch of records to a multiple of so many tokens.
         direct: draw weights in place, without a checkpoint; None means for shapes whose bf16
             checkpoint is larger than 16 GB.
         cap_bytes: emulate a card of that size.
@@ -60,9 +65,16 @@ class Work:
     vram_budget: int | str | None = None
     prepare: Mapping[str, Any] = field(factory=dict)
     chunk: int | None = None
+    data: str | None = None
+    pad_to: int | None = None
     direct: bool | None = None
     cap_bytes: int | None = None
     cap_reserve_bytes: int = 600_000_000
+
+    @property
+    def kind(self) -> str:
+        """The kind of the record."""
+        return "training-cost" if self.data is None else "real-loop"
 
     def subject(self) -> Subject:
         """Settle defaults, and the config with ``layers`` in it."""
@@ -89,6 +101,8 @@ class Work:
     def settings(self) -> dict[str, Any]:
         """Return what a record says of how the method was set."""
         common: dict[str, Any] = {"optimizer_state": self.optimizer_state, "loss_chunk": self.chunk}
+        if self.data is not None:
+            common["pad_to_multiple_of"] = self.pad_to
         if self.method == "poros":
             common |= {
                 "block_size": self.block_size,
@@ -115,10 +129,9 @@ def _bf16_bytes(subject: Subject) -> int:
 
 def described(work: Work) -> dict[str, Any]:
     """Return what a record says of the work itself."""
-    from direct_weights import WEIGHTS
-
     subject = work.subject()
     return {
+        "kind": work.kind,
         "method": work.method,
         "family": subject.family.name,
         "shape": subject.shape,
@@ -132,6 +145,7 @@ def described(work: Work) -> dict[str, Any]:
         "steps": work.steps,
         "warmup": work.warmup,
         "settings": work.settings(),
+        "data": None if work.data is None else Path(work.data).name,
         "weights": WEIGHTS if work.draws_directly() else "seeded random, from a bf16 checkpoint",
     }
 

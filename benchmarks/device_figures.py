@@ -15,18 +15,6 @@ import torch
 
 from poros_core.host_store import HostBuffer
 
-MEMORY_METHOD = (
-    "peak_allocated_bytes and peak_reserved_bytes: the allocator's peaks from the first warm-up "
-    "step on. peak_device_bytes: memory in use on the whole GPU, context and graphs included, the "
-    "highest of total less free (cudaMemGetInfo) after every step and of the driver's own count "
-    "(NVML, where it is there), sampled every 10 ms while building and in every step that is not "
-    "timed; nobody else used the GPU. device_bytes_before: the same count as the process found it."
-)
-LINK_METHOD = (
-    "link_bytes_per_second: host to device from page-locked memory as Poros' host store has it, "
-    "the median of 15 copies between CUDA events, at 256 MiB and at the size of one unit, measured "
-    "after the steps in every process of the run; the highest of all counts."
-)
 LINK_BYTES = 256 * 2**20
 _COPIES = 15
 _SAMPLE_SECONDS = 0.01

@@ -32,10 +32,6 @@ from poros_core.protocols import TensorRef
 from poros_loaders.nf4 import NF4
 from poros_loaders.pretrained import mark_device
 
-WEIGHTS = (
-    "seeded random, drawn as stored (NF4: random packed bytes and absmax, blocks of 64, no double "
-    "quantisation; all else bf16), no checkpoint"
-)
 BLOCK = 64
 _STD = 0.02
 _NORM_STD = 0.1

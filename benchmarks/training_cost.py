@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from attrs import evolve, fields
-from cost_loop import LOOP, TIME_METHOD, outcome
-from cost_models import write_checkpoint
 from cost_table import table
+from cost_texts import LINK_METHOD, LOOP, MEMORY_METHOD, TIME_METHOD, TRAINER_LOOP
 from cost_work import METHODS, Work, as_plain, described
-from device_figures import LINK_METHOD, MEMORY_METHOD
 
 import poros
 
@@ -51,6 +49,10 @@ def _budget(text: str) -> int | str | None:
 
 def _block_size(text: str) -> int | str:
     return text if text == "all" else int(text)
+
+
+def _multiple(text: str) -> int | None:
+    return None if text == "none" else int(text)
 
 
 def _flag(text: str) -> bool | None:
@@ -80,16 +82,28 @@ SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "block-size": _block_size,
     "vram-budget": _budget,
     "chunk": int,
+    "pad-to": _multiple,
     "direct": _flag,
     "cap-bytes": _bytes,
     "cap-reserve-bytes": _bytes,
 }
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(
+    argv: Sequence[str] | None = None, *, about: str | None = __doc__, data: bool = False
+) -> argparse.Namespace:
+    """Read the command line.
+
+    Args:
+        argv: without the script's name; None means this process's own.
+        about: what the help says.
+        data: whether there is a file of records, and the loop is a Trainer's.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if data:
+        parser.add_argument("--data", help="tokenised records: ids, offsets and prompt_len")
     parser.add_argument("--family", default="qwen2")
     parser.add_argument("--shape", help="a shape of the family, such as 7b")
     parser.add_argument("--methods", default="poros,peft-checkpointing", help=", ".join(METHODS))
@@ -108,8 +122,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     found = parser.parse_args(argv)
-    if not found.worker and not found.shape:
-        parser.error("--shape is needed")
+    missing = [name for name in ("shape", "data") if getattr(found, name, "") is None]
+    if missing and not found.worker:
+        parser.error(f"--{missing[0]} is needed")
     return found
 
 
@@ -130,6 +145,7 @@ def works(options: argparse.Namespace) -> list[Work]:
             method=method,
             family=options.family,
             shape=options.shape,
+            data=getattr(options, "data", None),
             prepare={name: _value(text) for name, text in extra.items()},
             **common,
         )
@@ -202,6 +218,9 @@ def _start(
 
 def work_here(options: argparse.Namespace) -> None:
     """Be the process of one method, or the one that writes the checkpoint."""
+    from cost_measure import outcome
+    from cost_models import write_checkpoint
+
     work = Work(**json.loads(options.worker))
     if options.checkpoint:
         write_checkpoint(work, options.path)
@@ -261,7 +280,6 @@ def record_of(
         )
     )
     return {
-        "kind": "training-cost",
         "outcome": rest.pop("outcome"),
         "error": rest.pop("error"),
         **described(work),
@@ -272,7 +290,7 @@ def record_of(
         "link_floor_seconds": floor,
         "step_over_floor": median / floor if floor and median else None,
         "within_cap": None if not (work.cap_bytes and device) else device <= work.cap_bytes,
-        "loop": LOOP,
+        "loop": LOOP if work.data is None else TRAINER_LOOP,
         "measured_how": f"{TIME_METHOD} {MEMORY_METHOD} {LINK_METHOD}",
         "allocator_settings": os.environ.get("PYTORCH_ALLOC_CONF")
         or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
@@ -326,16 +344,16 @@ def write(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
         (folder / f"{name}-{number}.json").write_text(text, encoding="utf-8")
 
 
-def main() -> None:
-    options = arguments()
+def main(options: argparse.Namespace) -> int:
+    """Do what was asked for; return the exit status."""
     if options.worker:
         work_here(options)
-        return
+        return 0
     try:
         todo = works(options)
     except (ValueError, KeyError, poros.PorosError) as error:
         print(f"Error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     with tempfile.TemporaryDirectory(prefix="poros-cost-") as folder:
         records = run(
             todo,
@@ -344,8 +362,8 @@ def main() -> None:
             json_dir=options.json_dir,
             command=shlex.join(["python", *sys.argv]),
         )
-    sys.exit(1 if any(record["outcome"] in FAILED for record in records) else 0)
+    return 1 if any(record["outcome"] in FAILED for record in records) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(arguments()))

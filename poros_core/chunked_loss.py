@@ -84,7 +84,7 @@ def chunked_cross_entropy(
 
     # a plain product draws no random numbers; whatever else a head is may have dropout in it
     keep_rng = not isinstance(head, torch.Tensor) and type(head) is not nn.Linear
-    parts = zip(states.split(chunk), targets.split(chunk), strict=True)
+    parts = zip(torch.split(states, chunk), torch.split(targets, chunk), strict=True)
     sums = [
         checkpoint(losses, part, target, use_reentrant=False, preserve_rng_state=keep_rng)
         for part, target in parts

@@ -26,7 +26,10 @@ FIELDS = {
 def bench() -> Iterator[SimpleNamespace]:
     """Give the benchmark scripts' modules, found as the scripts find them."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("training_cost", "cost_work", "cost_loop", "cost_table", "direct_weights")
+    names = (
+        *("training_cost", "cost_work", "cost_measure", "cost_table", "direct_weights"),
+        *("real_loop",),
+    )
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -41,7 +44,7 @@ def cost(bench: Any, *argv: str) -> list[Any]:
 
 def here(bench: Any) -> Any:
     """Return what measures in this process, so that a test imports torch once."""
-    return lambda work, path: json.loads(json.dumps(bench.cost_loop.outcome(work, path)))
+    return lambda work, path: json.loads(json.dumps(bench.cost_measure.outcome(work, path)))
 
 
 def test_training_cost_records_every_method_of_a_run(
@@ -79,7 +82,7 @@ def test_training_cost_records_every_method_of_a_run(
 def test_accelerate_offload_trains_a_plain_base(bench: Any) -> None:
     offloaded, resident = cost(
         bench,
-        *("--methods", "accelerate-offload,peft", "--seq-len", "8", "--precision", "bf16"),
+        *("--methods", "accelerate-offload,peft:chunk=5", "--seq-len", "8", "--precision", "bf16"),
     )
     found = [here(bench)(work, None) for work in (offloaded, resident)]
     assert [each["outcome"] for each in found] == ["trained", "trained"]
@@ -164,6 +167,55 @@ def test_weights_are_drawn_in_place_where_a_checkpoint_is_large(bench: Any) -> N
         for shape in ("tiny", "7b", "32b", "72b")
     }
     assert direct == {"tiny": False, "7b": False, "32b": True, "72b": True}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """Write 20 tokenised records of 4 to 16 tokens."""
+    from poros_core.gate.tensor_file import write_tensors
+
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(4, 17, (20,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    ids = torch.randint(3, 96, (int(offsets[-1]),), generator=generator)
+    tensors = {"ids": ids, "offsets": offsets, "prompt_len": lengths // 2}
+    path = tmp_path / "records.safetensors"
+    write_tensors(
+        path,
+        {name: tensor.shape for name, tensor in tensors.items()},
+        dtype=torch.int64,
+        make=tensors.__getitem__,
+    )
+    return path
+
+
+def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
+    bench: Any, records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--shape", "tiny", "--layers", "2", "--data", str(records), "--direct", "yes"]
+    line += ["--batch", "1", "--steps", "10", "--warmup", "2", "--methods", "poros,peft:pad-to=8"]
+    options = bench.training_cost.arguments(line, data=True)
+    options.methods = bench.real_loop.methods_at_paddings(options.methods, ("none", "8"))
+    made = bench.training_cost.run(
+        bench.training_cost.works(options),
+        runner=here(bench),
+        checkpoint=lambda work: None,
+        json_dir=tmp_path / "out",
+        command="python benchmarks/real_loop.py",
+    )
+    raw, resident, padded = made
+    assert {record["kind"] for record in made} == {"real-loop"}
+    assert [r["settings"]["pad_to_multiple_of"] for r in made] == [None, 8, 8]
+    assert len(raw["widths"]) == 10
+    assert any(width % 8 for width in raw["widths"])
+    assert padded["widths"] == [-(-width // 8) * 8 for width in raw["widths"]]
+    assert padded["widths"] == resident["widths"]
+    assert padded["train_loss"] == resident["train_loss"]
+    assert raw["graph_share"] == 0.0  # a CPU has no graphs
+    assert resident["graph_share"] is None
+    assert raw["eager_blocks"] == 10 * 2 * 2
+    assert len(list((tmp_path / "out").glob("real-loop-*.json"))) == 3
+    assert "pad_to_multiple_of=8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("home", ["store", "device", "host"])
