@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import shlex
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
+from poros.cli.gate_display import (
+    SURFACE_TITLES,
+    GateDisplay,
+    print_result,
+    quiet_libraries,
+    size_text,
+)
+from poros.cli.gate_matrix import gate_matrix
 from poros.cli.output import console
 from poros_core.errors import GateError
-from poros_core.gate import GateOptions
-from poros_core.gate.options import Subject, subject_of
-from poros_core.settings import Graphs, Settings
+from poros_core.gate.flags import options_of
+from poros_core.gate.options import FIT, GateOptions, subject_of
 
 if TYPE_CHECKING:
-    from poros_core.gate.arms import Arm
     from poros_core.gate.record import GateResult
 
 __all__ = [
     "SURFACE_TITLES",
     "GateDisplay",
+    "gate",
     "print_result",
     "quiet_libraries",
     "register",
     "size_text",
 ]
 
-SURFACE_TITLES = {
-    "loss": "loss",
-    "adapter_weights": "adapter weights",
-    "grad_norms": "gradient norms",
-    "optimizer_state": "optimizer state",
-}
+_MODES = "How every arm computes"
+_FILES = "Reports, and machines on which the resident arm does not fit"
+_MATRIX = "Many gates"
 
 
 def register(app: typer.Typer) -> None:
@@ -111,209 +107,262 @@ def gate(
         bool,
         typer.Option("--plant-fault", metavar="", help="Flip one bit of a streamed weight first."),
     ] = False,
+    plant: Annotated[
+        str | None,
+        typer.Option(
+            help="Plant a fault: flipped-bit, rng-not-restored, no-grad-forward, early-read, "
+            "late-arguments, autocast-not-restored."
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Train only so many leading layers; 'fit' takes as many as the device holds "
+            "resident.",
+            show_default="all",
+        ),
+    ] = None,
+    padding: Annotated[
+        str, typer.Option(help="Where rows are padded: right, left.", rich_help_panel=_MODES)
+    ] = "right",
+    backward: Annotated[
+        str,
+        typer.Option(
+            help="One backward for 'each' micro-batch, or a 'joint' one for all of a step.",
+            rich_help_panel=_MODES,
+        ),
+    ] = "each",
+    resume_at: Annotated[
+        int | None,
+        typer.Option(
+            help="After this step, save the streamed arm, build it anew and go on; the resident "
+            "arms are not interrupted.",
+            show_default="never",
+            rich_help_panel=_MODES,
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option(help="Run deterministic kernels only.", rich_help_panel=_MODES)
+    ] = True,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="The only attention kernel: auto, math, flash, efficient, cudnn.",
+            rich_help_panel=_MODES,
+        ),
+    ] = "auto",
+    tf32: Annotated[
+        bool,
+        typer.Option(
+            "--tf32", metavar="", help="Float32 products in TF32.", rich_help_panel=_MODES
+        ),
+    ] = False,
+    autocast: Annotated[
+        str, typer.Option(help="Around each forward: off, bf16.", rich_help_panel=_MODES)
+    ] = "off",
+    compile_layers: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            metavar="",
+            help="Compile every decoder layer, in each arm.",
+            rich_help_panel=_MODES,
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a report there.", rich_help_panel=_FILES),
+    ] = None,
+    card: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Put the verdict into this model card, in a section of its own.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    write_fingerprints: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write hashes and values of the resident arm there, for --against.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare with these fingerprints; no resident arm is built.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep the run there while it lasts, and go on from there.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Stop after so many; with --state, or with --matrix.",
+            show_default="no limit",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    matrix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|GROUP",
+            help="Run the rows of a matrix file, or of a group of the one that comes along: ci, "
+            "first, second, controls, all.",
+            rich_help_panel=_MATRIX,
+        ),
+    ] = None,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Run this row only.", rich_help_panel=_MATRIX),
+    ] = None,
+    json_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where rows leave their records; a row whose record is there is done.",
+            rich_help_panel=_MATRIX,
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where rows find their data files.", rich_help_panel=_MATRIX
+        ),
+    ] = None,
+    controls: Annotated[
+        bool,
+        typer.Option(
+            "--controls",
+            metavar="",
+            help="Run the negative controls: each fault must be found, and gone once removed.",
+            rich_help_panel=_MATRIX,
+        ),
+    ] = False,
 ) -> None:
     """Train resident and streamed side by side, and compare them bit for bit at every step.
 
     Exit status: 0 exact; 1 diverged; 2 bad input, or void: the run does not prove that anything
-    streamed or trained; 3 not deterministic: two resident runs differ already.
+    streamed or trained; 3 nothing can be said of bits: two resident runs differ already, or
+    fingerprints come from another stack; 4 the time was up.
     """
-    options = GateOptions(
-        family=family,
-        shape=shape,
-        model=model,
-        steps=steps,
-        seq_len=seq_len,
-        batch=batch,
-        accumulate=accumulate,
-        rank=rank,
-        dropout=dropout,
-        precision=precision,
-        load_strategy=load_strategy,
-        optimizer_state=cast(Literal["device", "host"], optimizer_state),
-        data=data,
-        seed=seed,
-        plant_fault=plant_fault,
-        settings=Settings(
-            block_size=_layers(block_size), vram_budget=vram_budget, graphs=cast(Graphs, graphs)
-        ),
+    if matrix is not None or controls:
+        asked = matrix or "controls"
+        status = gate_matrix(
+            asked, rows=row, folder=json_dir, data=data_dir, minutes=minutes, json_file=json_file
+        )
+        raise typer.Exit(status)
+    options = options_of(
+        {
+            "family": family,
+            "shape": shape,
+            "model": model,
+            "steps": steps,
+            "seq_len": seq_len,
+            "batch": batch,
+            "accumulate": accumulate,
+            "rank": rank,
+            "dropout": dropout,
+            "precision": precision,
+            "load_strategy": load_strategy,
+            "optimizer_state": optimizer_state,
+            "data": data,
+            "padding": padding,
+            "backward": backward,
+            "resume_at": resume_at,
+            "layers": _layers(layers),
+            "seed": seed,
+            "plant_fault": plant_fault,
+            "plant": plant,
+            "deterministic": deterministic,
+            "attention": attention,
+            "tf32": tf32,
+            "autocast": autocast,
+            "compile": compile_layers,
+            "block_size": _block_size(block_size),
+            "vram_budget": vram_budget,
+            "graphs": graphs,
+        }
     )
-    _check_target(json_file)
-    subject = subject_of(options)
-    out = console()
-    with quiet_libraries():
-        from poros_core.gate.run import run_gate
-
-        with GateDisplay(out, options, subject=subject) as display:
-            command = shlex.join(["poros", *sys.argv[1:]])
-            result = run_gate(options, command=command, observer=display)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.record, indent=2) + "\n", encoding="utf-8")
-    print_result(out, result)
-    if json_file is not None:
-        out.print(f"[dim]record: {json_file}[/dim]", soft_wrap=True)
+    for path, what in _targets(json_file, html, card, write_fingerprints, state):
+        _check_target(path, what)
+    result = _run(
+        options,
+        state=state,
+        minutes=minutes,
+        write_fingerprints=write_fingerprints,
+        against=against,
+    )
+    _report(result, json_file=json_file, html=html, card=card)
     raise typer.Exit(result.exit_status)
 
 
-def _layers(text: str) -> int | Literal["all"]:
-    if text == "all":
-        return "all"
+def _run(
+    options: GateOptions,
+    *,
+    state: Path | None,
+    minutes: float | None,
+    write_fingerprints: Path | None,
+    against: Path | None,
+) -> GateResult:
+    subject = subject_of(options)
+    out = console()
+    with quiet_libraries():
+        from poros_core.gate.run import GateFiles, run_gate
+
+        files = GateFiles(
+            state=state, minutes=minutes, write_fingerprints=write_fingerprints, against=against
+        )
+        with GateDisplay(out, options, subject=subject) as display:
+            command = shlex.join(["poros", *sys.argv[1:]])
+            return run_gate(options, command=command, observer=display, files=files)
+
+
+def _report(
+    result: GateResult, *, json_file: Path | None, html: Path | None, card: Path | None
+) -> None:
+    """Write what was asked for, and print the tables."""
+    from poros_core.gate.card import write_card
+    from poros_core.gate.html_report import html_report
+
+    out = console()
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.record, indent=2) + "\n", encoding="utf-8")
+    if html is not None:
+        html.write_text(html_report(result.record), encoding="utf-8")
+    if card is not None:
+        write_card(card, result.record)
+    print_result(out, result)
+    for path, what in _targets(json_file, html, card):
+        out.print(f"[dim]{what}: {path}[/dim]", soft_wrap=True)
+
+
+def _targets(*paths: Path | None) -> list[tuple[Path, str]]:
+    names = ("record", "report", "model card", "fingerprints", "state")
+    return [(path, name) for path, name in zip(paths, names, strict=False) if path is not None]
+
+
+def _block_size(text: str) -> Any:
     # what is no number goes on as it is: Settings says what is allowed
-    return int(text) if text.isdecimal() else cast(int, text)
+    return int(text) if text.isdecimal() else text
 
 
-def _check_target(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+def _layers(text: str | None) -> Any:
+    return text if text is None or text == FIT or not text.isdecimal() else int(text)
+
+
+def _check_target(path: Path, what: str) -> None:
+    if path.is_dir() or not path.absolute().parent.is_dir():
         raise GateError(
-            f"The record cannot be written to '{path}': name a file in a folder that exists."
+            f"The {what} cannot be written to '{path}': name a file in a folder that exists."
         )
-
-
-@contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Keep other libraries' progress bars and warnings off the screen of a command.
-
-    Errors stay. What is found is put back.
-    """
-    from transformers.utils import logging as library
-
-    bar, level = library.is_progress_bar_enabled(), library.get_verbosity()
-    library.disable_progress_bar()
-    library.set_verbosity(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        library.set_verbosity(level)
-        if bar:
-            library.enable_progress_bar()
-
-
-class GateDisplay:
-    """Shows how far a gate is. Implements ``poros_core.gate.run.Observer``."""
-
-    def __init__(self, out: Console, options: GateOptions, *, subject: Subject) -> None:
-        self._out = out
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[loss]}"),
-            console=out,
-            transient=True,
-            disable=not out.is_terminal,
-        )
-        self._task = self._progress.add_task("starting", total=options.steps, loss="")
-        self._every = max(1, options.steps // 10)
-        out.print(
-            f"[bold]Poros gate[/bold]  {subject.family.title}, {subject.shape}, "
-            f"{options.precision.upper()}: {options.steps} steps of {options.accumulate} x "
-            f"{subject.batch} sequences up to {subject.seq_len} tokens, LoRA rank {subject.rank}, "
-            f"dropout {options.dropout}, block size {options.settings.block_size}",
-            soft_wrap=not self._out.is_terminal,
-        )
-
-    def __enter__(self) -> GateDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def phase(self, text: str) -> None:
-        """Show what is being done."""
-        self._progress.update(self._task, description=text)
-        if not self._out.is_terminal:
-            self._out.print(text, soft_wrap=True)
-
-    def arms_ready(self, arms: Mapping[str, Arm]) -> None:
-        """Say what is compared."""
-        arm = arms["streamed"]
-        self._progress.update(self._task, description="comparing")
-        self._out.print(
-            f"comparing {len(arm.params)} adapter tensors on {arm.device} at every step",
-            soft_wrap=not self._out.is_terminal,
-        )
-
-    def step(self, done: int, total: int, loss: float) -> None:
-        """Move the bar; off a terminal, print every tenth part."""
-        self._progress.update(self._task, completed=done, loss=f"loss {loss:.4f}")
-        if not self._out.is_terminal and (done % self._every == 0 or done == total):
-            self._out.print(f"step {done}/{total}  loss {loss:.4f}  equal so far")
-
-
-def print_result(out: Console, result: GateResult) -> None:
-    """Print a gate's tables and its verdict."""
-    record = result.record
-    out.print(_surfaces(record))
-    out.print(_arms(record))
-    out.print(_verdict(result), soft_wrap=not out.is_terminal)
-
-
-def _surfaces(record: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("streamed against resident")
-    table.add_column("largest difference", justify="right")
-    table.add_column("exact")
-    for name, title in SURFACE_TITLES.items():
-        surface = record["surfaces"][name]
-        compared = record["steps_compared"] > 0 or surface["first_divergence"] is not None
-        exact = surface["exact"]
-        table.add_row(
-            title,
-            f"{surface['max_abs_difference']:.2e}" if compared else "not compared",
-            Text("yes" if exact else "no", style="green" if exact else "red"),
-        )
-    return table
-
-
-def _arms(record: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for heading in ("arm", "peak memory", "reserved", "step", "streamed per step"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for name, arm in record["arms"].items():
-        streamed = arm.get("bytes_streamed_per_step")
-        table.add_row(
-            name,
-            size_text(arm["peak_allocated_bytes"]),
-            size_text(arm["peak_reserved_bytes"]),
-            "-" if arm["step_seconds"] is None else f"{arm['step_seconds']:.3f} s",
-            "nothing" if streamed is None else size_text(streamed),
-        )
-    return table
-
-
-def size_text(nbytes: int | None) -> str:
-    """Return a size as people read it, or a dash for None."""
-    if nbytes is None:
-        return "-"
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes} B"
-
-
-def _verdict(result: GateResult) -> Text:
-    record = result.record
-    steps = record["steps"]
-    text = Text()
-    if result.fault is not None:
-        fault = result.fault
-        text.append(
-            f"planted fault: bit {fault.bit} of byte {fault.byte} of {fault.tensor} "
-            f"({fault.unit})\n"
-        )
-    if result.verdict == "exact":
-        text.append(f"exact: {steps} steps, streamed equals resident bit for bit", style="green")
-    elif result.verdict == "diverged":
-        text.append(f"diverged: {result.divergence}", style="red")
-    elif result.verdict == "not-deterministic":
-        text.append(
-            "not deterministic: two resident runs that Poros never touched differ "
-            f"({result.divergence}), so this environment can show nothing about streaming",
-            style="red",
-        )
-    else:
-        text.append(f"void: {'; '.join(result.void_reasons)}", style="red")
-    return text

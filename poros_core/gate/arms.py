@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import nn
 
 from poros_core.call_state import rng_state, set_rng_state
 from poros_core.gate.compare import StepView
-from poros_core.gate.fault import PlantedFault, plant
+from poros_core.gate.controls import disturb
+from poros_core.gate.fault import FLIPPED_BIT, PlantedDefect, PlantedFault, plant
 from poros_core.gate.meter import Meter
+from poros_core.gate.modes import Modes, autocast, compile_layers
 from poros_core.gate.options import GateOptions, Subject
 from poros_core.load import choose_strategy, load
 from poros_core.offload import OffloadedOptimizer, offload_optimizer
@@ -30,10 +33,31 @@ CLIP = 1.0
 class Arm:
     """One side of a gate: a model, its optimizer, and a random-number stream of its own."""
 
-    def __init__(self, name: str, model: nn.Module, *, meter: Meter, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        *,
+        meter: Meter,
+        seed: int,
+        modes: Modes | None = None,
+        joint: bool = False,
+    ) -> None:
+        """Make an arm of a model that is ready to train.
+
+        Args:
+            name: what records call it.
+            model: the model.
+            meter: measures it.
+            seed: of its random-number stream.
+            modes: how it computes; None means the default.
+            joint: one backward for all micro-batches of a step.
+        """
         self.name = name
         self.model = model
         self.meter = meter
+        self.modes = modes or Modes()
+        self.joint = joint
         self.device = next(iter(_trainable(model).values())).device
         self.params = _trainable(model)
         self.start = {key: param.detach().cpu().clone() for key, param in self.params.items()}
@@ -70,11 +94,7 @@ class Arm:
         """Train one step, under the arm's own random-number stream."""
         set_rng_state(self.device, self._rng)
         with self.meter.step():
-            losses = []
-            for batch in batches:
-                loss = self.model(**batch).loss / len(batches)
-                loss.backward()
-                losses.append(loss.detach())
+            losses = self._accumulate(batches)
             norms = _gradient_norms(self.params)
             total = nn.utils.clip_grad_norm_(self.params.values(), CLIP)
             self.optimizer.step()
@@ -95,6 +115,40 @@ class Arm:
             }
         )
 
+    def _accumulate(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Add up the gradients of a step's micro-batches; return their losses, detached."""
+        losses: list[torch.Tensor] = []
+        more = {"use_cache": False} if self.modes.compile else {}
+        for batch in batches:
+            with autocast(self.modes, self.device):
+                loss = self.model(**batch, **more).loss / len(batches)
+            if not self.joint:
+                loss.backward()
+                loss = loss.detach()
+            losses.append(loss)
+        if self.joint:
+            total = torch.stack(losses).sum()
+            total.backward()  # type: ignore[no-untyped-call]
+        return [loss.detach() for loss in losses]
+
+    def state(self) -> dict[str, Any]:
+        """Return what training goes on from, on the host: see ``load_state``."""
+        return {
+            "params": {name: param.detach().cpu().clone() for name, param in self.params.items()},
+            "optimizer": _on_host(self.optimizer.state_dict()),
+            "rng": [state.clone() for state in self._rng],
+            "had_gradient": sorted(self.had_gradient),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from where an arm of the same options stood, of whichever kind it was."""
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(state["params"][name])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._rng = tuple(state["rng"])
+        self.had_gradient = set(state["had_gradient"])
+
     def untrained(self) -> list[str]:
         """Return the adapter tensors that never had a finite non-zero gradient, or did not move."""
         return [
@@ -109,6 +163,14 @@ class Arm:
             for name, param in self.params.items()
             for key, value in self.optimizer.state[param].items()
         }
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    return [_on_host(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -164,7 +226,7 @@ class Workshop:
             model = strategy.load_resident(request)
             return self._arm(name, self._with_adapters(model), meter)
 
-    def streamed(self) -> tuple[Arm, PlantedFault | None]:
+    def streamed(self) -> tuple[Arm, PlantedFault | PlantedDefect | None]:
         """Build the arm whose base streams, and plant a fault in it if asked to."""
         options = self.options
         meter = Meter(self.device)
@@ -179,8 +241,8 @@ class Workshop:
                 **self._overrides(),
             )
             model = self._with_adapters(base)
-            fault = None
-            if options.plant_fault:
+            fault: PlantedFault | PlantedDefect | None = None
+            if options.plant_fault or options.plant == FLIPPED_BIT:
                 fault = plant(
                     model, family=self.subject.family, device=self.device, seed=options.seed
                 )
@@ -193,6 +255,8 @@ class Workshop:
                 runtime=settings.runtime,
                 verbose=False,
             )
+            if options.plant is not None and options.plant != FLIPPED_BIT:
+                fault = disturb(model, options.plant)
             arm = self._arm("streamed", model, meter)
             if options.optimizer_state == "host":
                 arm.offload()
@@ -200,7 +264,14 @@ class Workshop:
 
     def _arm(self, name: str, model: nn.Module, meter: Meter) -> Arm:
         model.train()
-        return Arm(name, model, meter=meter, seed=self.options.seed + 1)
+        return Arm(
+            name,
+            model,
+            meter=meter,
+            seed=self.options.seed + 1,
+            modes=self.options.modes,
+            joint=self.options.backward == "joint",
+        )
 
     def _overrides(self) -> dict[str, Any]:
         """Return what every arm's config is told besides what the checkpoint says."""
@@ -217,6 +288,8 @@ class Workshop:
     def _with_adapters(self, model: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
+        if self.options.modes.compile:
+            compile_layers(model, self.subject.family)
         torch.manual_seed(self.options.seed)
         config = LoraConfig(
             task_type="CAUSAL_LM",

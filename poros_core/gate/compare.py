@@ -97,7 +97,7 @@ def _differences(
                 name,
                 differing=int((_bits(a) != _bits(b)).sum()),
                 elements=a.numel(),
-                difference=float((a.double() - b.double()).abs().max()),
+                difference=float((a.detach().double() - b.detach().double()).abs().max()),
             )
 
 

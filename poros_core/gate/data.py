@@ -51,7 +51,7 @@ def make_batches(
     )
     while True:
         rows = [next(records) for _ in range(subject.batch)]
-        yield _collate(rows, pad=subject.pad_token, device=device)
+        yield _collate(rows, subject=subject, device=device)
 
 
 def read_records(path: Path, subject: Subject) -> list[Record]:
@@ -115,15 +115,16 @@ def _random_records(subject: Subject, generator: torch.Generator) -> Iterator[Re
         yield Record(ids, between(1, length // 2))
 
 
-def _collate(rows: Sequence[Record], *, pad: int, device: torch.device) -> Batch:
-    width = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), width), pad)
+def _collate(rows: Sequence[Record], *, subject: Subject, device: torch.device) -> Batch:
+    width = subject.pad_to or max(len(row.ids) for row in rows)
+    ids = torch.full((len(rows), width), subject.pad_token)
     mask = torch.zeros_like(ids)
     labels = torch.full_like(ids, _IGNORED)
     for index, row in enumerate(rows):
         length = len(row.ids)
-        ids[index, :length] = row.ids
-        mask[index, :length] = 1
-        labels[index, row.prompt : length] = row.ids[row.prompt :]
+        start = 0 if subject.padding == "right" else width - length
+        ids[index, start : start + length] = row.ids
+        mask[index, start : start + length] = 1
+        labels[index, start + row.prompt : start + length] = row.ids[row.prompt :]
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return {name: tensor.to(device) for name, tensor in batch.items()}

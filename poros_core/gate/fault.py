@@ -13,7 +13,10 @@ from poros_core.family import Family
 from poros_core.plan import build_plan
 from poros_core.plugins import plugins
 
-__all__ = ["PlantedFault", "plant"]
+__all__ = ["FLIPPED_BIT", "PlantedDefect", "PlantedFault", "plant"]
+
+FLIPPED_BIT = "flipped-bit"
+"""What this fault is called among ``poros_core.gate.options.PLANTS``."""
 
 _BIT = 6
 """High enough in a packed nibble, and in a bfloat16 mantissa, to be more than rounding."""
@@ -34,6 +37,25 @@ class PlantedFault:
     tensor: str
     byte: int
     bit: int
+
+    def __str__(self) -> str:
+        return f"bit {self.bit} of byte {self.byte} of {self.tensor} ({self.unit})"
+
+
+@frozen(kw_only=True)
+class PlantedDefect:
+    """A defect of the runtime that was planted.
+
+    Attributes:
+        name: of ``poros_core.gate.options.PLANTS``.
+        what: what was done, in words.
+    """
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.what})"
 
 
 def plant(model: nn.Module, *, family: Family, device: torch.device, seed: int) -> PlantedFault:

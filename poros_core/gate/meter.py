@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -60,6 +61,20 @@ class Meter:
     def step_seconds(self) -> float | None:
         """Median of a step, or None if there were too few."""
         return statistics.median(self._seconds) if self._seconds else None
+
+    def state(self) -> dict[str, Any]:
+        """Return what was measured so far, for a run that goes on later."""
+        return {
+            "peak_allocated": self._peak_allocated,
+            "peak_reserved": self._peak_reserved,
+            "seconds": list(self._seconds),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was measured before."""
+        self._peak_allocated = max(self._peak_allocated, state["peak_allocated"])
+        self._peak_reserved = max(self._peak_reserved, state["peak_reserved"])
+        self._seconds = [*state["seconds"], *self._seconds]
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -11,10 +11,25 @@ from attrs import field, frozen
 from poros_core.configs import read_config
 from poros_core.errors import GateError
 from poros_core.family import Family
+from poros_core.gate.layers import leading
+from poros_core.gate.modes import Modes
 from poros_core.plugins import plugins
 from poros_core.settings import Settings
 
-__all__ = ["GateOptions", "Subject", "subject_of"]
+__all__ = ["FIT", "PLANTS", "GateOptions", "Subject", "subject_of"]
+
+FIT = "fit"
+"""For ``--layers``: as many leading layers as the device has room for."""
+
+PLANTS = (
+    "flipped-bit",
+    "rng-not-restored",
+    "no-grad-forward",
+    "early-read",
+    "late-arguments",
+    "autocast-not-restored",
+)
+"""Faults that can be planted, by name; see ``poros_core.gate.controls``."""
 
 
 def _at_least(least: int) -> Any:
@@ -31,9 +46,31 @@ def _dropout(instance: Any, attribute: Any, value: float) -> None:
         raise GateError(f"--dropout must be at least 0 and below 1; got {value}.")
 
 
-def _optimizer_state(instance: Any, attribute: Any, value: str) -> None:
-    if value not in ("device", "host"):
-        raise GateError(f"--optimizer-state must be 'device' or 'host'; got '{value}'.")
+def _one_of(*allowed: str | None) -> Any:
+    names = [f"'{name}'" for name in allowed if name is not None]
+
+    def check(instance: Any, attribute: Any, value: str | None) -> None:
+        if value not in allowed:
+            flag = attribute.name.replace("_", "-")
+            among = f"{', '.join(names[:-1])} or {names[-1]}"
+            raise GateError(f"--{flag} must be {among}; got '{value}'.")
+
+    return check
+
+
+def _layers(instance: Any, attribute: Any, value: int | str | None) -> None:
+    if value in (None, FIT):
+        return
+    if not isinstance(value, int) or value < 1:
+        raise GateError(f"--layers must be a number of layers from 1 up, or 'fit'; got '{value}'.")
+
+
+def _resume_at(instance: GateOptions, attribute: Any, value: int | None) -> None:
+    if value is not None and not 1 <= value < instance.steps:
+        raise GateError(
+            f"--resume-at must be a step before the last, from 1 to {instance.steps - 1}; got "
+            f"{value}."
+        )
 
 
 @frozen(kw_only=True)
@@ -55,8 +92,17 @@ class GateOptions:
         optimizer_state: where the streamed arm's optimizer state is between steps. In the
             resident arms it is on the device always.
         data: a safetensors file of tokenised records; None means seeded random tokens.
+        padding: the side on which rows are padded. On the left, masks decide what real tokens see.
+        backward: one for ``"each"`` micro-batch, or one for all of a step: ``"joint"``. Then
+            every row is padded to ``seq_len``.
+        resume_at: after this step the streamed arm is saved, thrown away, built anew and goes on;
+            the resident arms are not interrupted.
+        layers: train only so many leading layers; ``"fit"`` means as many as the device holds
+            resident twice. None means all.
         seed: of weights, adapters, data and dropout.
         plant_fault: flip one bit of one streamed weight, which must make the gate fail.
+        plant: a fault of ``PLANTS`` in the streamed arm, which must make the gate fail.
+        modes: how every arm computes.
         settings: how the streamed arm is prepared.
     """
 
@@ -71,10 +117,18 @@ class GateOptions:
     dropout: float = field(default=0.0, validator=_dropout)
     precision: str = "nf4"
     load_strategy: str = "auto"
-    optimizer_state: Literal["device", "host"] = field(default="device", validator=_optimizer_state)
+    optimizer_state: Literal["device", "host"] = field(
+        default="device", validator=_one_of("device", "host")
+    )
     data: Path | None = None
+    padding: Literal["right", "left"] = field(default="right", validator=_one_of("right", "left"))
+    backward: Literal["each", "joint"] = field(default="each", validator=_one_of("each", "joint"))
+    resume_at: int | None = field(default=None, validator=_resume_at)
+    layers: int | str | None = field(default=None, validator=_layers)
     seed: int = field(default=0, validator=_at_least(0))
     plant_fault: bool = False
+    plant: str | None = field(default=None, validator=_one_of(None, *PLANTS))
+    modes: Modes = field(factory=Modes)
     settings: Settings = field(factory=Settings)
 
 
@@ -90,6 +144,9 @@ class Subject:
         seq_len: tokens per sequence at most.
         batch: sequences per micro-batch.
         rank: LoRA rank.
+        whole: how many layers the shape or the model has; ``config`` may have fewer.
+        padding: the side on which rows are padded.
+        pad_to: tokens that every row is padded to; None means the longest row of its batch.
     """
 
     family: Family
@@ -99,6 +156,14 @@ class Subject:
     seq_len: int
     batch: int
     rank: int
+    whole: int
+    padding: str = "right"
+    pad_to: int | None = None
+
+    @property
+    def depth(self) -> int:
+        """How many decoder layers are trained."""
+        return int(self.text_config["num_hidden_layers"])
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -140,14 +205,21 @@ def subject_of(options: GateOptions) -> Subject:
         family, config = _of_shape(options.family, options.shape)
         shape = options.shape
     tiny = options.model is None and shape.startswith("tiny")
+    whole = int(config.get("text_config", config)["num_hidden_layers"])
+    seq_len = options.seq_len or (32 if tiny else 512)
+    if isinstance(options.layers, int):
+        config = leading(config, options.layers)
     subject = Subject(
         family=family,
         shape=shape,
         config=config,
         random=options.model is None,
-        seq_len=options.seq_len or (32 if tiny else 512),
+        seq_len=seq_len,
         batch=options.batch or (2 if tiny else 1),
         rank=options.rank or (4 if tiny else 16),
+        whole=whole,
+        padding=options.padding,
+        pad_to=seq_len if options.backward == "joint" else None,
     )
     _check(options, subject)
     return subject
@@ -161,13 +233,19 @@ def _check(options: GateOptions, subject: Subject) -> None:
             f"--seq-len {subject.seq_len} is more than the {longest} positions of "
             f"{subject.shape}. Give --seq-len {longest} or less."
         )
-    layers = int(subject.text_config["num_hidden_layers"])
+    layers = subject.depth
     block_size = options.settings.block_size
     if block_size != "all" and block_size > layers:
         raise GateError(
             f"--block-size {block_size} is more than the {layers} layers of {subject.shape}. Give "
             "a smaller one, or 'all'."
         )
+    if options.backward == "joint" and options.accumulate == 1:
+        raise GateError(
+            "--backward joint takes one backward for several forwards: give --accumulate 2 or more."
+        )
+    if options.plant is not None and options.plant_fault:
+        raise GateError("Give either --plant or --plant-fault, which is --plant flipped-bit.")
     strategy = "streamed" if options.load_strategy == "auto" else options.load_strategy
     plugins().loader(options.precision, strategy)
 

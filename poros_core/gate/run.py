@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
+import attrs
 import torch
+from attrs import frozen
 
-from poros_core.determinism import deterministic
 from poros_core.errors import GateError
 from poros_core.gate.arms import Arm, Workshop
-from poros_core.gate.compare import Comparison
 from poros_core.gate.data import make_batches
-from poros_core.gate.fault import PlantedFault
-from poros_core.gate.options import GateOptions, Subject, subject_of
+from poros_core.gate.fingerprints import Against, FingerprintWriter, checkpoint_identity
+from poros_core.gate.flags import settings_of
+from poros_core.gate.layers import cut_checkpoint
+from poros_core.gate.lockstep import (
+    Batch,
+    Lockstep,
+    Observer,
+    evidence_of,
+    least_bytes,
+    loss_of,
+)
+from poros_core.gate.modes import applied
+from poros_core.gate.options import FIT, GateOptions, Subject, subject_of
+from poros_core.gate.progress import Progress
 from poros_core.gate.random_checkpoint import write_random_checkpoint
-from poros_core.gate.record import Evidence, GateResult, make_record
+from poros_core.gate.record import AgainstWhat, GateResult, Run, make_record
+from poros_core.gate.stack import stack_of
 from poros_core.load import local_folder
 
-__all__ = ["Observer", "run_gate"]
+__all__ = ["GateFiles", "Observer", "least_bytes", "run_gate"]
 
 _TINY = 256
-
-
-class Observer(Protocol):
-    """Is told how far a gate is."""
-
-    def phase(self, text: str) -> None:
-        """Called when something that takes time begins, with what it is."""
-        ...
-
-    def arms_ready(self, arms: Mapping[str, Arm]) -> None:
-        """Called when every arm is built, before the first step."""
-        ...
-
-    def step(self, done: int, total: int, loss: float) -> None:
-        """Called after every step that was compared."""
-        ...
 
 
 class _Silent:
@@ -54,8 +52,43 @@ class _Silent:
         """Say nothing."""
 
 
+@frozen(kw_only=True)
+class GateFiles:
+    """What a gate reads and writes besides its checkpoint and data, and how long it may take.
+
+    Attributes:
+        state: where a run that is cut short is kept, and from where it goes on.
+        minutes: when to stop, from the start of the run; None means never. Needs ``state``.
+        write_fingerprints: where fingerprints of the resident arm go.
+        against: fingerprints that take the place of the resident arms.
+    """
+
+    state: Path | None = None
+    minutes: float | None = None
+    write_fingerprints: Path | None = None
+    against: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.minutes is not None and (self.state is None or self.minutes <= 0):
+            raise GateError(
+                "--minutes must be more than 0, and needs --state FILE, where a run that is cut "
+                "short is kept."
+            )
+        if self.against is not None and (self.state or self.write_fingerprints):
+            raise GateError(
+                "--against goes with neither --state nor --write-fingerprints: it builds no "
+                "resident arm."
+            )
+        if self.write_fingerprints is not None and self.state is not None:
+            raise GateError("--write-fingerprints goes without --state: write them in one run.")
+
+
 def run_gate(
-    options: GateOptions, *, command: str = "", observer: Observer | None = None
+    options: GateOptions,
+    *,
+    command: str = "",
+    observer: Observer | None = None,
+    files: GateFiles | None = None,
 ) -> GateResult:
     """Train a resident and a streamed model in lockstep, and compare them bit for bit.
 
@@ -66,6 +99,7 @@ def run_gate(
         options: what to do.
         command: how it was asked for, for the record.
         observer: is told how far it is.
+        files: what it reads and writes besides.
 
     Returns:
         The verdict and the record.
@@ -76,36 +110,183 @@ def run_gate(
         CheckpointError: the checkpoint cannot be read.
     """
     watch = observer or _Silent()
-    subject = subject_of(options)
-    with (
-        deterministic(),
-        _few_threads(subject),
-        _named_failures(),
-        tempfile.TemporaryDirectory(prefix="poros-gate-") as folder,
-    ):
-        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        path = _checkpoint(options, subject, Path(folder), device=device, watch=watch)
-        batches = make_batches(subject, data=options.data, seed=options.seed, device=device)
-        first = next(batches)
-        workshop = Workshop(options=options, subject=subject, path=path, device=device)
-        watch.phase("loading the resident arm")
+    files = files or GateFiles()
+    until = None if files.minutes is None else time.monotonic() + 60 * files.minutes
+    with applied(options.modes), _named_failures():
+        if options.layers != FIT:
+            return _Gate(options, files, command=command, watch=watch, until=until).run()
+        layers = subject_of(options).depth
+        while True:
+            try:
+                cut = attrs.evolve(options, layers=layers)
+                return _Gate(cut, files, command=command, watch=watch, until=until).run()
+            except torch.OutOfMemoryError:
+                if layers == 1:
+                    raise
+                layers //= 2
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            watch.phase(f"the device has too little memory: trying the first {layers} layers")
+
+
+class _Gate:
+    """One gate, with the number of layers settled."""
+
+    def __init__(
+        self,
+        options: GateOptions,
+        files: GateFiles,
+        *,
+        command: str,
+        watch: Observer,
+        until: float | None,
+    ) -> None:
+        self.options = options
+        self.files = files
+        self.command = command
+        self.watch = watch
+        self.until = until
+        self.subject = subject_of(options)
+        self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+    def run(self) -> GateResult:
+        """Build the arms, step them, and judge."""
+        with (
+            _few_threads(self.subject),
+            tempfile.TemporaryDirectory(prefix="poros-gate-") as folder,
+        ):
+            path = _checkpoint(
+                self.options, self.subject, Path(folder), device=self.device, watch=self.watch
+            )
+            batches = make_batches(
+                self.subject, data=self.options.data, seed=self.options.seed, device=self.device
+            )
+            first = next(batches)
+            workshop = Workshop(
+                options=self.options, subject=self.subject, path=path, device=self.device
+            )
+            run = self._against if self.files.against is not None else self._lockstep
+            return run(workshop, _chained(first, batches))
+
+    def _lockstep(self, workshop: Workshop, batches: Iterator[Batch]) -> GateResult:
+        self.watch.phase("loading the resident arm")
         resident = workshop.resident("resident")
-        watch.phase("loading the control")
+        self.watch.phase("loading the control")
         control = workshop.resident("control")
-        watch.phase("loading the streamed arm")
+        self.watch.phase("loading the streamed arm")
         streamed, fault = workshop.streamed()
         arms = {arm.name: arm for arm in (resident, streamed, control)}
-        watch.arms_ready(arms)
-        return _Lockstep(options, subject, arms, fault).run(
-            _chained(first, batches), watch=watch, command=command
+        self.watch.arms_ready(arms)
+        del streamed
+        stack, asked = stack_of(self.device), settings_of(self.options)
+        progress = Progress(
+            path=self.files.state, identity={"asked": asked, "stack": stack}, until=self.until
         )
+        writer = None if self.files.write_fingerprints is None else FingerprintWriter()
+        lockstep = Lockstep(
+            self.options,
+            arms,
+            progress=progress,
+            rebuild=lambda: workshop.streamed()[0],
+            fingerprints=writer,
+        )
+        lockstep.run(batches, watch=self.watch)
+        if writer is not None and self.files.write_fingerprints is not None:
+            self._write(writer, lockstep, workshop.path)
+        return make_record(
+            Run(
+                options=self.options,
+                subject=self.subject,
+                arms=arms,
+                control=lockstep.control,
+                streamed=lockstep.streamed,
+                evidence=evidence_of(
+                    arms["streamed"], progress.counters, accumulate=self.options.accumulate
+                ),
+                fault=fault,
+                losses=progress.losses,
+                segments=progress.segments,
+                finished=lockstep.finished,
+                command=self.command,
+            )
+        )
+
+    def _write(self, writer: FingerprintWriter, lockstep: Lockstep, path: Path) -> None:
+        """Write fingerprints of a resident run that another one has repeated."""
+        assert self.files.write_fingerprints is not None
+        if lockstep.control.exact and lockstep.control.steps == self.options.steps:
+            writer.write(
+                self.files.write_fingerprints,
+                asked=settings_of(self.options),
+                checkpoint=checkpoint_identity(path),
+                stack=stack_of(self.device),
+                command=self.command,
+            )
+        else:
+            self.watch.phase("no fingerprints were written: the resident run was not repeated")
+
+    def _against(self, workshop: Workshop, batches: Iterator[Batch]) -> GateResult:
+        assert self.files.against is not None
+        against = Against.read(
+            self.files.against,
+            asked=settings_of(self.options),
+            checkpoint=checkpoint_identity(workshop.path),
+            stack=stack_of(self.device),
+        )
+        self.watch.phase("loading the streamed arm")
+        arm, fault = workshop.streamed()
+        self.watch.arms_ready({"streamed": arm})
+        losses, counters = self._follow(arm, against, batches)
+        return make_record(
+            Run(
+                options=self.options,
+                subject=self.subject,
+                arms={"streamed": arm},
+                control=None,
+                streamed=against.comparison,
+                evidence=evidence_of(arm, counters, accumulate=self.options.accumulate),
+                fault=fault,
+                losses={"streamed": losses},
+                segments=[],
+                against=AgainstWhat(
+                    same_stack=against.same_stack,
+                    differing=list(against.differing_stack),
+                    stack=against.content["stack"],
+                    largest=against.largest,
+                ),
+                command=self.command,
+            )
+        )
+
+    def _follow(
+        self, arm: Arm, against: Against, batches: Iterator[Batch]
+    ) -> tuple[list[float], list[dict[str, int]]]:
+        """Step a streamed arm beside fingerprints; return losses and what the counters rose by."""
+        losses: list[float] = []
+        counters: list[dict[str, int]] = []
+        for step in range(1, self.options.steps + 1):
+            before = arm.counters()
+            view = arm.step(list(islice(batches, self.options.accumulate)))
+            after = arm.counters()
+            counters.append({name: after[name] - before[name] for name in after})
+            losses.append(loss_of(view))
+            if not against.compare(view, step=step):
+                break
+            self.watch.step(step, self.options.steps, losses[-1])
+        return losses, counters
 
 
 def _checkpoint(
     options: GateOptions, subject: Subject, folder: Path, *, device: torch.device, watch: Observer
 ) -> Path:
     if options.model is not None:
-        return local_folder(options.model)
+        source = local_folder(options.model)
+        if subject.depth == subject.whole:
+            return source
+        watch.phase(f"copying the first {subject.depth} of {subject.whole} layers")
+        cut_checkpoint(source, folder, config=subject.config, whole=subject.whole)
+        return folder
     watch.phase(f"writing random weights at shape {subject.shape}")
     write_random_checkpoint(
         subject.config, folder, seed=options.seed, dtype=torch.bfloat16, device=device
@@ -113,9 +294,7 @@ def _checkpoint(
     return folder
 
 
-def _chained(
-    first: dict[str, torch.Tensor], rest: Iterator[dict[str, torch.Tensor]]
-) -> Iterator[dict[str, torch.Tensor]]:
+def _chained(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
     yield first
     yield from rest
 
@@ -140,8 +319,9 @@ def _named_failures() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise GateError(
             "The device has too little memory for a resident arm, its control and the streamed "
-            f"arm side by side ({str(error).splitlines()[0]}). Use a smaller shape, a shorter "
-            "--seq-len, or a device with more memory."
+            f"arm side by side ({str(error).splitlines()[0]}). Use --layers fit for as many "
+            "leading layers as fit, --against with fingerprints from a larger device, a smaller "
+            "shape, or a shorter --seq-len."
         ) from error
     except RuntimeError as error:
         if "does not have a deterministic implementation" not in str(error):
@@ -151,91 +331,3 @@ def _named_failures() -> Iterator[None]:
             f"{str(error).splitlines()[0]} Bitwise parity cannot be shown with it. Change what "
             "asks for that kernel, or use a release of PyTorch that has one."
         ) from error
-
-
-class _Lockstep:
-    """One run of a gate."""
-
-    def __init__(
-        self,
-        options: GateOptions,
-        subject: Subject,
-        arms: Mapping[str, Arm],
-        fault: PlantedFault | None,
-    ) -> None:
-        self.options = options
-        self.subject = subject
-        self.arms = arms
-        self.fault = fault
-        self.control = Comparison()
-        self.streamed = Comparison()
-        self.counters: list[dict[str, int]] = []
-
-    def run(
-        self,
-        batches: Iterator[dict[str, torch.Tensor]],
-        *,
-        watch: Observer,
-        command: str,
-    ) -> GateResult:
-        """Step until the first divergence or the end, and judge."""
-        resident, control, streamed = (
-            self.arms[name] for name in ("resident", "control", "streamed")
-        )
-        same = self.control.compare(resident.view(), control.view(), step=0)
-        same = same and self.streamed.compare(resident.view(), streamed.view(), step=0)
-        for step in range(1, self.options.steps + 1) if same else ():
-            micro_batches = list(islice(batches, self.options.accumulate))
-            loss = self._step(micro_batches, step)
-            if loss is None:
-                break
-            watch.step(step, self.options.steps, loss)
-        return make_record(
-            options=self.options,
-            subject=self.subject,
-            arms=self.arms,
-            control=self.control,
-            streamed=self.streamed,
-            evidence=self._evidence(),
-            fault=self.fault,
-            command=command,
-        )
-
-    def _step(self, micro_batches: Sequence[dict[str, torch.Tensor]], step: int) -> float | None:
-        """Step every arm; return the loss, or None after a divergence."""
-        reference = self.arms["resident"].step(micro_batches)
-        other = self.arms["control"].step(micro_batches)
-        if not self.control.compare(reference, other, step=step):
-            return None
-        arm = self.arms["streamed"]
-        before = arm.counters()
-        other = arm.step(micro_batches)
-        after = arm.counters()
-        self.counters.append({name: after[name] - before[name] for name in after})
-        if not self.streamed.compare(reference, other, step=step):
-            return None
-        losses = reference.surfaces["loss"]
-        return sum(float(losses[f"micro-batch {i}"]) for i in range(len(micro_batches)))
-
-    def _evidence(self) -> Evidence:
-        arm = self.arms["streamed"]
-        return Evidence(
-            counters=self.counters,
-            resident_units=arm.counters()["resident_units"],
-            least_bytes=self.options.accumulate * least_bytes(arm),
-            untrained=arm.untrained(),
-        )
-
-
-def least_bytes(arm: Arm) -> int:
-    """Return how many bytes the layers of a micro-batch stream at least.
-
-    Every layer is needed twice. A copy is spared only where the backward finds a layer that the
-    forward left in its slot, and where the forward finds what it starts with, two layers.
-    """
-    prepared = arm.prepared
-    assert prepared is not None
-    sizes = [sum(ref.get().nbytes for ref in unit.refs) for unit in prepared.plan.layers]
-    block = max(len(group) for group in prepared.plan.blocks(prepared.settings.block_size))
-    spared = min(2 * block, len(sizes)) + 2
-    return 2 * sum(sizes) - spared * max(sizes)

@@ -1,0 +1,152 @@
+"""``poros gate --matrix``: many gates, one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from poros.cli.gate_display import quiet_libraries
+from poros.cli.output import console
+from poros_core.errors import GateError
+from poros_core.gate.flags import flags_of
+from poros_core.gate.matrix import Outcome, Row, exit_status, read_matrix, run_matrix
+from poros_core.gate.options import GateOptions
+
+__all__ = ["gate_matrix", "in_a_child", "in_this_process"]
+
+_COLOURS = {
+    "exact": "green",
+    "caught": "green",
+    "pending": "yellow",
+    "not-deterministic": "yellow",
+    "refused": "red",
+    "diverged": "red",
+    "missed": "red",
+    "void": "red",
+}
+_CHILD = "from poros.cli import main; main()"
+_BAD_INPUT = 2
+
+
+def gate_matrix(
+    matrix: str,
+    *,
+    rows: Sequence[str] | None,
+    folder: Path | None,
+    data: Path | None,
+    minutes: float | None,
+    json_file: Path | None,
+) -> int:
+    """Run a matrix and show how it goes; return the exit status."""
+    chosen = read_matrix(matrix, rows=rows or ())
+    if minutes is not None and (folder is None or minutes <= 0):
+        raise GateError(
+            "--minutes must be more than 0, and needs --json-dir DIR with --matrix, where rows "
+            "that are cut short are kept."
+        )
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    out = console()
+    with quiet_libraries():
+        import torch
+
+        cuda = torch.cuda.is_available()
+        # a row may ask for other kernels, or exhaust the device: on CUDA each has its own process
+        outcomes = run_matrix(
+            chosen,
+            run=in_a_child if cuda else in_this_process,
+            observer=_Display(out),
+            cuda=cuda,
+            folder=folder,
+            data=data,
+            minutes=minutes,
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(_summary(outcomes), indent=2) + "\n", encoding="utf-8")
+    out.print(_table(outcomes))
+    return exit_status(outcomes)
+
+
+def in_this_process(
+    options: GateOptions, *, state: Path | None, minutes: float | None
+) -> Mapping[str, Any]:
+    """Run a gate here; see ``RowRunner``."""
+    from poros_core.gate.run import GateFiles, run_gate
+
+    return run_gate(options, files=GateFiles(state=state, minutes=minutes)).record
+
+
+def in_a_child(
+    options: GateOptions, *, state: Path | None, minutes: float | None
+) -> Mapping[str, Any]:
+    """Run a gate in a process of its own; see ``RowRunner``."""
+    with tempfile.TemporaryDirectory(prefix="poros-gate-") as scratch:
+        record = Path(scratch) / "record.json"
+        flags = ["gate", *flags_of(options), "--json", str(record)]
+        if state is not None:
+            flags += ["--state", str(state), "--minutes", str(minutes)]
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, *flags],
+            stdout=sys.stderr,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if record.exists():
+            found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+            return found
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        said = last[0].removeprefix("Error: ")
+        if done.returncode == _BAD_INPUT:
+            raise GateError(said)
+        raise GateError(f"the gate's process ended with status {done.returncode}: {said}")
+
+
+class _Display:
+    """Shows one line per row."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+
+    def begins(self, row: Row) -> None:
+        """Say which row runs."""
+        self._out.print(f"[dim]{row.name} ...[/dim]", soft_wrap=True)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Say how it came out."""
+        text = Text(f"{outcome.row.name}: ")
+        text.append(outcome.status, style=_COLOURS[outcome.status])
+        detail = "recorded already" if outcome.kept else outcome.detail
+        self._out.print(text + Text(f" ({detail})" if detail else ""), soft_wrap=True)
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column("row")
+    table.add_column("outcome")
+    table.add_column("streamed step", justify="right")
+    for outcome in outcomes:
+        record = outcome.record or {}
+        seconds = record.get("arms", {}).get("streamed", {}).get("step_seconds")
+        table.add_row(
+            outcome.row.name,
+            Text(outcome.status, style=_COLOURS[outcome.status]),
+            "-" if seconds is None else f"{seconds:.3f} s",
+        )
+    return table
+
+
+def _summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [
+        {"row": o.row.name, "status": o.status, "detail": o.detail, "kept": o.kept}
+        for o in outcomes
+    ]

@@ -1,0 +1,76 @@
+"""A gate's options as flat settings: what a matrix row says, and what a record was asked.
+
+One table serves rows, records and command lines, so that a record can be run again by its flags
+and a row can tell whether a record is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from poros_core.errors import GateError
+from poros_core.gate.modes import Modes
+from poros_core.gate.options import GateOptions
+from poros_core.settings import Settings
+
+__all__ = ["SETTINGS", "flags_of", "options_of", "settings_of"]
+
+_PREPARED = ("block_size", "vram_budget", "graphs")
+_MODES = tuple(field.name for field in attrs.fields(Modes))
+_OWN = tuple(
+    field.name for field in attrs.fields(GateOptions) if field.name not in ("settings", "modes")
+)
+SETTINGS = (*_OWN, *_MODES, *_PREPARED)
+"""Names of all settings."""
+
+
+def options_of(settings: Mapping[str, Any]) -> GateOptions:
+    """Return options from flat settings; what is not named keeps its default.
+
+    Raises:
+        GateError: there is no such setting, or its value is not allowed.
+        SettingsError: the same, of those that ``prepare`` takes.
+    """
+    unknown = sorted(settings.keys() - set(SETTINGS))
+    if unknown:
+        raise GateError(
+            f"A gate has no setting '{unknown[0]}'. It has: {', '.join(sorted(SETTINGS))}."
+        )
+    given = dict(settings)
+    if isinstance(given.get("data"), str):
+        given["data"] = Path(given["data"])
+    return GateOptions(
+        **{name: given[name] for name in _OWN if name in given},
+        modes=Modes(**{name: given[name] for name in _MODES if name in given}),
+        settings=Settings(**{name: given[name] for name in _PREPARED if name in given}),
+    )
+
+
+def settings_of(options: GateOptions) -> dict[str, Any]:
+    """Return all settings, flat and fit for JSON. Data is named by its file, without a folder."""
+    own = {name: getattr(options, name) for name in _OWN}
+    own["data"] = None if options.data is None else options.data.name
+    modes = {name: getattr(options.modes, name) for name in _MODES}
+    prepared = {name: getattr(options.settings, name) for name in _PREPARED}
+    return {**own, **modes, **prepared}
+
+
+def flags_of(options: GateOptions) -> list[str]:
+    """Return the command line's flags for these options, those with their default left out."""
+    asked, default = settings_of(options), settings_of(GateOptions())
+    if options.data is not None:
+        asked["data"] = str(options.data)
+    flags: list[str] = []
+    for name, value in asked.items():
+        if value == default[name]:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        else:
+            flags += [flag, str(value)]
+    return flags

@@ -1,0 +1,420 @@
+"""The matrix: its rows, what runs when, and that a gate goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from poros.cli import gate as gate_command
+from poros.cli import gate_matrix, main
+from poros_core.errors import GateError
+from poros_core.gate import GateOptions
+from poros_core.gate.arms import Arm
+from poros_core.gate.compare import SURFACES
+from poros_core.gate.flags import flags_of, options_of, settings_of
+from poros_core.gate.matrix import Outcome, Row, exit_status, read_matrix, run_matrix
+from poros_core.gate.options import PLANTS
+from poros_core.gate.run import GateFiles, run_gate
+from poros_core.plugins import plugins
+
+Record = dict[str, Any]
+
+
+@pytest.fixture
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["poros", "gate", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+# the rows
+
+
+def test_ci_has_every_tiny_shape() -> None:
+    named = {(row.settings["family"], row.settings["shape"]) for row in read_matrix("ci")}
+    families = [entry.value for entry in plugins().families]
+    assert named == {(f.name, s) for f in families for s in f.shapes if s.startswith("tiny")}
+
+
+def test_the_first_group_is_complete_and_in_order() -> None:
+    rows = read_matrix("first")
+    asked = [
+        *("qwen2-7b-200", "qwen2-32b-200", "qwen2-0.5b-1000", "qwen2-7b-accumulate-2"),
+        *("qwen2-7b-accumulate-4", "qwen2-7b-alpaca-200", "qwen2-72b-20", "qwen2-0.5b-resumed"),
+    ]
+    modes = [row for row in rows if row.name.startswith("mode-")]
+    assert [row.name for row in rows if row not in modes] == asked
+    swept = [options_of(row.settings) for row in modes]
+    assert {o.modes.attention for o in swept} == {"auto", "math", "flash", "efficient", "cudnn"}
+    assert {o.settings.graphs for o in swept} == {"auto", "on", "off"}
+    for name in ("deterministic", "tf32", "compile"):
+        assert {getattr(o.modes, name) for o in swept} == {True, False}
+    assert {o.modes.autocast for o in swept} == {"off", "bf16"}
+
+
+def test_every_fault_has_its_row() -> None:
+    rows = read_matrix("controls")
+    assert {row.settings["plant"] for row in rows} == set(PLANTS)
+    for device in ("any", "cuda"):
+        assert {row.settings["plant"] for row in rows if row.device == device} == set(PLANTS)
+
+
+@pytest.mark.parametrize("row", read_matrix("all"), ids=lambda row: row.name)
+def test_a_row_is_its_command_line(
+    row: Row, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[GateOptions] = []
+
+    def capture(options: GateOptions, **files: object) -> None:
+        asked.append(options)
+        raise GateError("enough")
+
+    monkeypatch.setattr(gate_command, "_run", capture)
+    cli(*flags_of(row.options()))
+    assert asked == [row.options()]
+
+
+def test_settings_survive_json() -> None:
+    options = options_of({"family": "qwen2", "shape": "tiny", "data": "a/b.safetensors"})
+    settings = json.loads(json.dumps(settings_of(options)))
+    assert settings["data"] == "b.safetensors"
+    assert options_of({**settings, "data": "a/b.safetensors"}) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no row"),
+        ("[[row]", "is not TOML"),
+        ("[[row]]\nname = 'a'\norder = 1", "row 'a' lacks 'group'"),
+        ("[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\nwhy = 1", "does not know 'why'"),
+        (
+            "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\nsettings = { stpes = 2 }",
+            "row 'a': A gate has no setting 'stpes'",
+        ),
+        ("[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\ndevice = 'tpu'", "device is 'any' or"),
+        (2 * "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\n", "two rows 'a'"),
+    ],
+)
+def test_a_malformed_matrix_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(text)
+    with pytest.raises(GateError, match=message):
+        read_matrix(str(path))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(GateError, match="no group of that name. Groups: ci, controls, first"):
+        read_matrix("third")
+    with pytest.raises(GateError, match="There is no row 'x'. There are: ci-gemma3"):
+        read_matrix("ci", rows=["x"])
+    assert [row.name for row in read_matrix("ci", rows=["ci-qwen3"])] == ["ci-qwen3"]
+
+
+# running rows
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.outcomes: list[Outcome] = []
+
+    def begins(self, row: Row) -> None:
+        self.begun.append(row.name)
+
+    def ended(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+def row(name: str, **changes: Any) -> Row:
+    settings = {"family": "qwen2", "shape": "tiny", **changes.pop("settings", {})}
+    return Row(name=name, group="g", order=1, settings=settings, **changes)
+
+
+def record_of(options: GateOptions, verdict: str = "exact") -> Record:
+    divergence = {"step": 2, "surface": "loss", "tensor": "micro-batch 0"}
+    found = divergence if verdict == "diverged" else None
+    return {
+        "verdict": verdict,
+        "asked": settings_of(options),
+        "steps": options.steps,
+        "steps_compared": 1,
+        "void_reasons": ["nothing moved"],
+        "surfaces": {name: {"first_divergence": found} for name in SURFACES},
+        "control": {"first_divergence": divergence},
+        "planted_fault": {"name": options.plant},
+        "stack": {},
+        "date": "",
+        "arms": {},
+    }
+
+
+class Runner:
+    """Runs nothing: returns a verdict per seed."""
+
+    def __init__(self, verdicts: Mapping[int, str] | None = None) -> None:
+        self.verdicts = verdicts or {}
+        self.calls: list[tuple[GateOptions, Path | None, float | None]] = []
+
+    def __call__(
+        self, options: GateOptions, *, state: Path | None, minutes: float | None
+    ) -> Record:
+        self.calls.append((options, state, minutes))
+        verdict = self.verdicts.get(options.seed, "exact")
+        if verdict == "refused":
+            raise GateError("no such kernel")
+        if verdict == "caught":
+            verdict = "exact" if options.plant is None else "diverged"
+        return record_of(options, verdict)
+
+
+def run(rows: list[Row], runner: Runner, **more: Any) -> list[Outcome]:
+    watch = Watch()
+    found = run_matrix(rows, run=runner, observer=watch, **{"cuda": False, **more})
+    assert watch.outcomes == found
+    return found
+
+
+def test_a_row_with_its_record_is_done(tmp_path: Path) -> None:
+    runner = Runner({1: "not-deterministic"})
+    rows = [row("a"), row("b", settings={"seed": 1})]
+    first = run(rows, runner, folder=tmp_path)
+    again = run(rows, runner, folder=tmp_path)
+    assert [o.status for o in first] == [o.status for o in again] == ["exact", "not-deterministic"]
+    assert [o.kept for o in first + again] == [False, False, True, True]
+    assert len(runner.calls) == 2
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["row"]["name"] == "a"
+    assert written["command"] == "poros gate --family qwen2 --shape tiny"
+
+
+def test_a_row_runs_again_when_its_record_is_not_its_own_or_not_final(tmp_path: Path) -> None:
+    run([row("a")], Runner(), folder=tmp_path)
+    changed = row("a", settings={"steps": 7})
+    runner = Runner({0: "diverged"})
+    assert [o.status for o in run([changed], runner, folder=tmp_path)] == ["diverged"]
+    assert [o.status for o in run([changed], runner, folder=tmp_path)] == ["diverged"]
+    assert len(runner.calls) == 2
+    (tmp_path / "a.json").write_text("{")
+    assert [o.kept for o in run([changed], Runner(), folder=tmp_path)] == [False]
+
+
+def test_rows_that_cannot_run_now_are_pending(tmp_path: Path) -> None:
+    rows = [
+        row("gpu", device="cuda"),
+        row("long", needs_minutes=9),
+        row("data", settings={"data": "d.safetensors"}),
+        row("short"),
+    ]
+    runner = Runner()
+    found = run(rows, runner, minutes=5.0, folder=tmp_path)
+    assert [o.status for o in found] == ["pending", "pending", "pending", "exact"]
+    assert found[0].detail == "needs a CUDA device"
+    assert found[1].detail.startswith("needs more than 9 minutes, 5.0 are left")
+    assert found[2].detail == "needs d.safetensors; say where it is with --data-dir"
+    assert exit_status(found) == 0
+    ((options, state, minutes),) = runner.calls
+    assert (options.seed, state) == (0, tmp_path / "short.state")
+    assert minutes is not None
+    assert 4.9 < minutes <= 5.0
+
+
+def test_data_is_found_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "d.safetensors").write_text("")
+    runner = Runner()
+    run([row("data", settings={"data": "d.safetensors"})], runner, data=tmp_path)
+    assert runner.calls[0][0].data == tmp_path / "d.safetensors"
+
+
+def test_a_row_cut_short_is_pending_and_leaves_no_record(tmp_path: Path) -> None:
+    (found,) = run([row("a")], Runner({0: "unfinished"}), folder=tmp_path, minutes=1.0)
+    assert (found.status, found.detail) == ("pending", "1 of 20 steps were equal so far")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_control_runs_with_its_fault_and_without(tmp_path: Path) -> None:
+    planted = row("c", settings={"plant": "early-read"})
+    runner = Runner({0: "caught"})
+    (found,) = run([planted], runner, folder=tmp_path)
+    assert [options.plant for options, _, _ in runner.calls] == ["early-read", None]
+    assert (found.status, found.detail) == ("caught", "step 2, loss, micro-batch 0")
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert (written["kind"], written["verdict"]) == ("negative-control", "caught")
+    assert written["faulty"]["command"].endswith("--plant early-read")
+    assert "--plant" not in written["clean"]["command"]
+    assert [o.kept for o in run([planted], runner, folder=tmp_path)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        ({}, 0),
+        ({1: "not-deterministic"}, 3),
+        ({1: "not-deterministic", 2: "void"}, 2),
+        ({1: "refused"}, 2),
+        ({0: "diverged", 1: "void"}, 1),
+    ],
+)
+def test_the_exit_status_is_that_of_the_worst(verdicts: dict[int, str], status: int) -> None:
+    rows = [row(f"row {seed}", settings={"seed": seed}) for seed in range(3)]
+    assert exit_status(run(rows, Runner(verdicts))) == status
+
+
+@pytest.mark.parametrize("verdict", ["exact", "diverged"])
+def test_a_fault_that_makes_no_difference_is_missed(verdict: str) -> None:
+    (found,) = run([row("c", settings={"plant": "early-read"})], Runner({0: verdict}))
+    assert (found.status, exit_status([found])) == ("missed", 1)
+    assert found.detail == f"with the fault {verdict}, without it {verdict}"
+
+
+# the command
+
+
+def test_a_real_row_through_the_command_line(
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "records"
+    arguments = ("--matrix", "ci", "--row", "ci-qwen3", "--json-dir", str(folder))
+    code, out, _ = cli(*arguments)
+    assert (code, "ci-qwen3: exact (2 steps)" in out) == (0, True)
+    record = json.loads((folder / "ci-qwen3.json").read_text())
+    assert (record["verdict"], record["precision"]) == ("exact", "bf16")
+    assert "Nothing" not in record["proof"]
+    code, out, _ = cli(*arguments, "--json", str(tmp_path / "summary.json"))
+    assert (code, "ci-qwen3: exact (recorded already)" in out) == (0, True)
+    (line,) = json.loads((tmp_path / "summary.json").read_text())
+    assert (line["row"], line["status"], line["kept"]) == ("ci-qwen3", "exact", True)
+
+
+def test_minutes_need_a_folder(cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = cli("--matrix", "ci", "--minutes", "3")
+    assert (code, "needs --json-dir DIR" in err) == (2, True)
+
+
+def test_a_child_gets_the_row_s_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = row("a", settings={"steps": 9}).options()
+    commands: list[list[str]] = []
+
+    def child(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        target = Path(command[command.index("--json") + 1])
+        target.write_text(json.dumps({"verdict": "exact"}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(gate_matrix.subprocess, "run", child)
+    record = gate_matrix.in_a_child(options, state=tmp_path / "s", minutes=2.5)
+    assert record == {"verdict": "exact"}
+    (command,) = commands
+    assert command[3:10] == ["gate", "--family", "qwen2", "--shape", "tiny", "--steps", "9"]
+    assert command[-4:] == ["--state", str(tmp_path / "s"), "--minutes", "2.5"]
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "message"),
+    [
+        (2, "Error: no such kernel\n", "^no such kernel$"),
+        (-9, "", "ended with status -9: it said nothing"),
+        (70, "Traceback ...\nBoom: x\n", "ended with status 70: Boom: x"),
+    ],
+)
+def test_a_child_that_fails_is_named(
+    status: int, stderr: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], status, "", stderr)
+    monkeypatch.setattr(gate_matrix.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(GateError, match=message):
+        gate_matrix.in_a_child(row("a").options(), state=None, minutes=None)
+
+
+# a gate that goes on where it stopped
+
+
+class Keep:
+    """An observer that keeps the arms."""
+
+    def __init__(self) -> None:
+        self.arms: Mapping[str, Arm] = {}
+        self.phases: list[str] = []
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+    def arms_ready(self, arms: Mapping[str, Arm]) -> None:
+        self.arms = arms
+
+    def step(self, done: int, total: int, loss: float) -> None: ...
+
+
+LONG = GateOptions(family="qwen2", shape="tiny", steps=3, dropout=0.1, layers=2)
+
+
+def test_a_resumed_gate_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, cut, rest = Keep(), Keep(), Keep()
+    file = tmp_path / "state"
+    expected = run_gate(LONG, observer=whole)
+    first = run_gate(LONG, observer=cut, files=GateFiles(state=file, minutes=1e-9))
+    assert (first.verdict, first.exit_status, first.record["steps_compared"]) == (
+        *("unfinished", 4),
+        1,
+    )
+    assert file.exists()
+    found = run_gate(LONG, observer=rest, files=GateFiles(state=file))
+    assert "going on after step 1" in rest.phases
+    assert (found.verdict, expected.verdict) == ("exact", "exact")
+    assert not file.exists()
+    assert found.record["losses"] == expected.record["losses"]
+    assert [(s["first"], s["last"]) for s in found.record["segments"]] == [(1, 1), (2, 3)]
+    for name in ("resident", "control", "streamed"):
+        ours, theirs = rest.arms[name].state(), whole.arms[name].state()
+        assert all(torch.equal(theirs["params"][n], p) for n, p in ours["params"].items())
+        assert all(torch.equal(a, b) for a, b in zip(ours["rng"], theirs["rng"], strict=True))
+        for index, entry in ours["optimizer"]["state"].items():
+            other = theirs["optimizer"]["state"][index]
+            assert all(torch.equal(value, other[key]) for key, value in entry.items())
+    assert found.record["evidence"] == expected.record["evidence"]
+    # the state of another gate is refused, and so is a file that is none
+    (tmp_path / "other").write_text("no state")
+    with pytest.raises(GateError, match="is no saved state of a gate"):
+        run_gate(LONG, files=GateFiles(state=tmp_path / "other"))
+
+
+def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "state"
+    one = attrs.evolve(LONG, layers=1, steps=2)
+    run_gate(one, files=GateFiles(state=file, minutes=1e-9))
+    with pytest.raises(GateError, match="saved state of a gate with other settings"):
+        run_gate(attrs.evolve(one, seed=1), files=GateFiles(state=file))
+    monkeypatch.setenv("POROS_COMMIT", "another")
+    keep = Keep()
+    run_gate(one, observer=keep, files=GateFiles(state=file))
+    assert any("another stack or commit" in phase for phase in keep.phases)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"minutes": 3.0}, "needs --state"),
+        ({"minutes": 0.0, "state": Path("x")}, "more than 0"),
+        ({"against": Path("x"), "state": Path("y")}, "--against goes with neither"),
+        ({"write_fingerprints": Path("x"), "state": Path("y")}, "goes without --state"),
+    ],
+)
+def test_files_that_do_not_go_together(files: dict[str, Any], message: str) -> None:
+    with pytest.raises(GateError, match=message):
+        GateFiles(**files)
