@@ -9,7 +9,9 @@ allocation with the strides that the optimizer gave them, so every kernel finds 
 otherwise, and the bits are the same. Between steps each is bound to a view of the stretch (see
 [Note: Parked tensors]): it takes no device memory, and reads true for ``state_dict()`` and for
 whoever else looks. Copies are issued on the stream that steps, so they are ordered against its
-kernels, and the host waits for none of them.
+kernels, and the host waits for none of them. During the step the state stands in the arena of a
+prepared model, where there is one and the state fits: nothing else needs it then. A first step
+makes the state where the optimizer likes, so the arena is freed for it and made anew afterwards.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.optim import LBFGS, Optimizer
 from poros_core.errors import PrepareError, StateError
 from poros_core.host_store import HostBuffer, TensorEntry, layout
 from poros_core.log import get_logger
+from poros_core.scratch import Loan, borrow, stand_aside
 from poros_core.settings import Settings
 
 __all__ = ["OffloadedOptimizer", "offload_optimizer"]
@@ -161,17 +164,25 @@ class _Stretch:
             (e.offset, e.nbytes) for e in self.entries
         ] and not any(start <= entry.ref.get().data_ptr() < end for entry in entries)
 
-    def bring_in(self, *, poison: bool) -> list[torch.Tensor]:
-        """Copy the state to fresh device memory; return it as tensors, one a slot."""
-        memory = torch.empty(self.buffer.nbytes, dtype=torch.uint8, device=self.device)
+    def bring_in(self, memory: torch.Tensor | None, *, poison: bool) -> list[torch.Tensor]:
+        """Copy the state to the device; return it as tensors, one a slot.
+
+        Args:
+            memory: device memory for it, flat uint8; None allocates.
+            poison: fill the host's copy with 0xFF.
+        """
+        if memory is None:
+            memory = torch.empty(self.buffer.nbytes, dtype=torch.uint8, device=self.device)
         memory.copy_(self.buffer.bytes, non_blocking=True)
         if poison:
             self._host_bytes().fill_(_POISON)
         self._memory = memory
         typed = {entry.dtype: memory.view(entry.dtype) for entry in self.entries}
         return [
-            typed[entry.dtype].as_strided(
-                entry.shape, slot.strides, entry.offset // entry.dtype.itemsize
+            (flat := typed[entry.dtype]).as_strided(
+                entry.shape,
+                slot.strides,
+                flat.storage_offset() + entry.offset // entry.dtype.itemsize,
             )
             for slot, entry in zip(self.slots, self.entries, strict=True)
         ]
@@ -211,6 +222,8 @@ class OffloadedOptimizer:
         self._stretches: dict[_Key, _Stretch] = {}
         self._order: list[_Slot] = []
         self._inside = False
+        self._loans: list[Loan] = []
+        self._stepped = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -254,16 +267,26 @@ class OffloadedOptimizer:
             self._adopt(optimizer)
         if self._inside:
             return
+        if not self._stepped:
+            self._stepped = True
+            for device in {param.device for param in _params(optimizer)}:
+                stand_aside(device)
+        # A closure runs the model while the state is on the device.
+        lent = {} if _has_closure(args, kwargs) else self._borrow()
         # every copy is issued before the first tensor is bound: binding takes longer
         brought = [
-            (stretch.slots, stretch.bring_in(poison=self._poison))
-            for stretch in self._stretches.values()
+            (stretch.slots, stretch.bring_in(lent.get(key), poison=self._poison))
+            for key, stretch in self._stretches.items()
         ]
         for slots, tensors in brought:
             _bind(slots, tensors)
         self._inside = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._settle(optimizer)
+
+    def _settle(self, optimizer: Optimizer) -> None:
+        """Put the state on the host, whatever a step made of it."""
         if not self._knows(optimizer):
             self._adopt(optimizer)
         elif self._inside:
@@ -271,8 +294,25 @@ class OffloadedOptimizer:
                 stretch.take_out(poison=self._poison)
             self._bind_host()
 
+    def _reclaim(self) -> None:
+        """A forward needs the memory that was lent: a step must have failed."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._settle(optimizer)
+
     def _after_load(self, optimizer: Optimizer) -> None:
         self._adopt(optimizer)
+
+    def _borrow(self) -> dict[_Key, torch.Tensor]:
+        """Return memory for each stretch that others lend memory for."""
+        found: dict[_Key, torch.Tensor] = {}
+        for device in {device for _, device in self._stretches}:
+            here = {key: s.buffer.nbytes for key, s in self._stretches.items() if key[1] == device}
+            loan = borrow(device, sum(here.values()), reclaim=self._reclaim)
+            if loan is not None:
+                self._loans.append(loan)
+                found.update(zip(here, torch.split(loan.memory, list(here.values())), strict=True))
+        return found
 
     def _knows(self, optimizer: Optimizer) -> bool:
         """Say whether the state is what was bound last: nothing new, nothing replaced."""
@@ -300,6 +340,18 @@ class OffloadedOptimizer:
         for stretch in self._stretches.values():
             _bind(stretch.slots, stretch.host)
         self._inside = False
+        while self._loans:
+            self._loans.pop().end()
+
+
+def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether ``step`` was called with a closure; ``args`` starts with the optimizer."""
+    return kwargs.get("closure") is not None or any(value is not None for value in args[1:])
 
 
 def _bind(slots: Sequence[_Slot], tensors: Sequence[torch.Tensor]) -> None:

@@ -492,9 +492,9 @@ def test_a_gate_sees_a_changed_bit_of_the_state_on_the_host(
 ) -> None:
     bring_in = _Stretch.bring_in
 
-    def damaged(self: _Stretch, *, poison: bool) -> list[torch.Tensor]:
+    def damaged(self: _Stretch, memory: torch.Tensor | None, *, poison: bool) -> list[torch.Tensor]:
         self.buffer.bytes[3] ^= 0x40
-        return bring_in(self, poison=poison)
+        return bring_in(self, memory, poison=poison)
 
     monkeypatch.setattr(_Stretch, "bring_in", damaged)
     result = run_gate(GateOptions(family="qwen2", shape="tiny", steps=3, optimizer_state="host"))

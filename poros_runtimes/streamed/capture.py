@@ -56,8 +56,17 @@ class CudaCapturer:
 
     def __init__(self, arena: GraphArena, *, device: torch.device) -> None:
         """Make a capturer whose graphs keep their temporaries in ``arena`` where they fit."""
-        self._arena = arena
+        self._held: GraphArena | None = arena
         self._device = device
+
+    @property
+    def _arena(self) -> GraphArena:
+        assert self._held is not None
+        return self._held
+
+    def use(self, arena: GraphArena | None) -> None:
+        """Capture in another arena from here on; None, in none for the moment."""
+        self._held = arena
 
     def capture(self, body: Callable[[], None]) -> Replayable:
         """Capture on a stream of its own; see ``Capturer``.

@@ -182,16 +182,12 @@ class GraphExecutor:
         return self._eager.backward(call, inputs, wanted, gradients)
 
     def clear(self) -> None:
-        """Drop every graph and buffer. Calls whose backward is to come will run it eagerly."""
+        """Drop every graph and buffer: units move, or the model is done with. Calls whose backward
+        is to come will run it eagerly."""
         self._epoch += 1
         self._seen.clear()
         self._buffers.clear()
         self._stretches.clear()
-
-    def restart(self, capturer: Capturer) -> None:
-        """Drop every graph, because units moved to other addresses, and go on with a new pool."""
-        self.clear()
-        self._capturer = capturer
 
     # -- replaying -----------------------------------------------------------------------------
 

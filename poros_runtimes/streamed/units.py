@@ -20,14 +20,16 @@ stays comes to lie close together.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from poros_core.host_store import HostStore
+from poros_core.host_store import ALIGNMENT, HostStore
 from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
 from poros_core.schedule import Region, Regions, upcoming_backward, upcoming_forward
+from poros_core.scratch import register
 from poros_core.settings import Settings
 from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
 from poros_runtimes.streamed.block import BackwardToken
@@ -81,8 +83,9 @@ class Units:
         self._lane = make_lane(plan.device)
         self._on_cuda = plan.device.type == "cuda"
         self._use_graphs = settings.graphs != "off" and self._on_cuda
-        self._arena = self._new_arena(regions.size, kept=regions.slot_bytes)
+        self._arena: Arena | None = self._new_arena(regions.size, kept=regions.slot_bytes)
         self.shared = head is not None
+        self._reclaim: Callable[[], None] | None = None
         self.window = Window(
             [*images, head],
             [*regions.layers, regions.head],
@@ -94,9 +97,16 @@ class Units:
         )
         self.eager = EagerExecutor()
         self.graphs: GraphExecutor | None = None
+        self._capturer: CudaCapturer | None = None
         if isinstance(self._arena, GraphArena):
-            capturer = CudaCapturer(self._arena, device=plan.device)
-            self.graphs = GraphExecutor(self.eager, plan.device, capturer)
+            self._capturer = CudaCapturer(self._arena, device=plan.device)
+            self.graphs = GraphExecutor(self.eager, plan.device, self._capturer)
+        register(self)
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self._plan.device
 
     @property
     def executor(self) -> Executor:
@@ -143,7 +153,8 @@ class Units:
             backward: whether a backward will come to the decoder's output.
         """
         if self._head is not None and not self._head_bound:
-            if self.shared and not self._arena.shareable:
+            self._have_arena()
+            if self.shared and not self._shareable:
                 self._move_head()
             self.window.acquire(self._head)
             self._head_bound = True
@@ -180,7 +191,7 @@ class Units:
             self.window.keep_only(range(_START))
             self._give_back()
             self._backwards += 1
-        head = self._head if not self.shared or self._arena.shareable else None
+        head = self._head if not self.shared or self._shareable else None
         self.window.prefetch(
             upcoming_backward(layer, lowest=self._lowest, layers=self._count)
             if backward
@@ -207,6 +218,7 @@ class Units:
 
     def _make_room(self) -> None:
         """See that layers can run: the head is not where they compute."""
+        self._have_arena()
         if not self.shared:
             if self._head_bound and not any(token.head for token in self._tokens):
                 self.park_head()
@@ -219,16 +231,46 @@ class Units:
         assert self._head is not None
         self.window.vacate(self._head)
 
-    # -- when the head and the layers cannot share ---------------------------------------------
+    # -- the arena -----------------------------------------------------------------------------
+
+    @property
+    def _shareable(self) -> bool:
+        return self._arena is not None and self._arena.shareable
+
+    def _have_arena(self) -> None:
+        """See that nobody else has the arena."""
+        if self._reclaim is not None:
+            self._reclaim()
+        if self._arena is None:
+            self._rebuild()
+
+    @torch.inference_mode(False)
+    def _rebuild(self) -> None:
+        regions = self._regions(self._head_bytes)
+        self._arena = self._new_arena(regions.size, kept=regions.slot_bytes)
+        self.window.rebuild(self._numbered(regions), self._arena.memory)
+        self._capture_in(self._arena)
+
+    def _capture_in(self, arena: Arena | None) -> None:
+        """Drop all graphs, since units move, and capture new ones in ``arena``."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        if self._capturer is not None:
+            self._capturer.use(arena if isinstance(arena, GraphArena) else None)
+
+    def _numbered(self, regions: Regions) -> dict[int, Region]:
+        found = dict(enumerate(regions.layers))
+        if self._head is not None and regions.head is not None:
+            found[self._head] = regions.head
+        return found
 
     @torch.inference_mode(False)
     def _move_layers(self, reason: str) -> None:
         regions = self._regions(0)
         arena = self._new_arena(regions.size, kept=regions.size)
-        self.window.move(dict(enumerate(regions.layers)), arena.memory)
+        self.window.move(self._numbered(regions), arena.memory)
         self._arena, self.shared = arena, False
-        if self.graphs is not None and isinstance(arena, GraphArena):
-            self.graphs.restart(CudaCapturer(arena, device=self._plan.device))
+        self._capture_in(arena)
         _log.info("layers_moved", reason=reason, bytes=regions.size)
 
     @torch.inference_mode(False)
@@ -241,8 +283,46 @@ class Units:
         reason = "a graph left a tensor in the arena"
         _log.info("head_moved", reason=reason, bytes=self._head_bytes)
 
+    @property
+    def _idle(self) -> bool:
+        """Whether the arena is as it was made, and nobody needs it before the next forward."""
+        if self._head_bound and not self.outstanding:
+            self.park_head()
+        return (
+            self.shared
+            and self._shareable
+            and self._reclaim is None
+            and not self._head_bound
+            and not self.outstanding
+        )
+
+    def lend(self, nbytes: int, reclaim: Callable[[], None]) -> torch.Tensor | None:
+        """Lend the end of the arena; see ``Lender``."""
+        start = (self.window.arena.nbytes - nbytes) // ALIGNMENT * ALIGNMENT
+        if not self._idle or start < 0 or not self.window.clear(Region(start, nbytes)):
+            return None
+        self._reclaim = reclaim
+        return self.window.arena[start : start + nbytes]
+
+    def take_back(self) -> None:
+        """The borrower is done; see ``Lender``."""
+        self._reclaim = None
+        self.window.written()
+
+    def stand_aside(self) -> None:
+        """Free the arena until the next forward; see ``Lender``."""
+        if not self._idle or not self.window.clear(Region(0, self.window.arena.nbytes)):
+            return
+        self.window.drop()
+        self._capture_in(None)
+        self._arena = None
+        if self._on_cuda:
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Park everything, and let the device finish."""
+        if self._reclaim is not None:
+            self._reclaim()
         for unit in self._plan.units():
             unit.keep_parameters()
         self.park_head()

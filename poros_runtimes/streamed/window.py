@@ -222,6 +222,38 @@ class Window:
         self._lane.wait(place.event)
         place.forget()
 
+    def clear(self, region: Region) -> bool:
+        """Forget every unit in a region of the first arena, so that kernels issued from here on
+        may write there. Returns False, and does nothing, if one of them is bound."""
+        at = Region(self.arena.data_ptr() + region.offset, region.size)
+        inside = [
+            unit for unit, p in enumerate(self._places) if p is not None and p.region.overlaps(at)
+        ]
+        if any(self.state(unit) is Residency.DEVICE for unit in inside):
+            return False
+        for unit in inside:
+            self.vacate(unit)
+        return True
+
+    def written(self) -> None:
+        """Copies must wait for all kernels issued so far: they used the arena."""
+        now = self._lane.record()
+        for place in self._places:
+            if place is not None and place.state is Residency.HOST:
+                place.event = now
+
+    def drop(self) -> None:
+        """Let the arena go. No unit may be in it; ``rebuild`` gives them another."""
+        self.arena = empty = torch.empty(0, dtype=torch.uint8, device=self.arena.device)
+        for place in filter(None, self._places):
+            assert place.state is Residency.HOST
+            place.memory, place.bindings = empty, []
+
+    def rebuild(self, regions: Mapping[int, Region], arena: torch.Tensor) -> None:
+        """Give every unit a region of a new arena."""
+        self.arena = arena
+        self.move(regions, arena)
+
     def move(self, regions: Mapping[int, Region], arena: torch.Tensor) -> None:
         """Give units that nobody has bound regions of another arena.
 
@@ -231,17 +263,12 @@ class Window:
         moving = {unit: place for unit in regions if (place := self._places[unit]) is not None}
         if any(place.users for place in moving.values()):
             raise StateError(_HELD)
-        now = self._lane.record()
         for unit, place in moving.items():
             if place.state is not Residency.HOST:
                 place.forget()
-            for index in place.overlapping:
-                neighbour = self._places[index]
-                if neighbour is not None and neighbour.state is Residency.HOST:
-                    neighbour.event = now
-            self._places[unit] = moved = _placed(place.image, regions[unit], arena)
-            moved.event = now
+            self._places[unit] = _placed(place.image, regions[unit], arena)
         self._find_overlaps()
+        self.written()
 
     def _fetch(self, unit: int) -> None:
         place = self._places[unit]

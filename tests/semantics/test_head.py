@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import poros
 from poros_core.prepare import prepared_of
 from semantics.arms import Arm, batches, twins
 
@@ -112,3 +113,49 @@ def test_a_head_that_layers_are_copied_over_counts_as_changed() -> None:
         assert head._version - before == arm.streamed
 
     twins(script)
+
+
+@pytest.mark.parametrize("grouped", [1, "all"])
+def test_the_arena_holds_optimizer_state_while_it_steps(grouped: Any) -> None:
+    inside: list[int] = []
+
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            arena = units_of(arm).window.arena
+            start, end = arena.data_ptr(), arena.data_ptr() + arena.nbytes
+            tensors = [state["exp_avg"] for state in optimizer.state.values()]
+            inside.append(sum(start <= tensor.data_ptr() < end for tensor in tensors))
+
+        if arm.streamed:
+            poros.offload_optimizer(optimizer)
+            optimizer.register_step_pre_hook(look)
+        arm.train(batches(4), optimizer)
+
+    arm = twins(script, sizes=(grouped,))
+    if grouped == "all":
+        assert inside == [0, *[len(arm.trainable())] * 3], "the arena is large enough"
+
+
+def test_a_step_that_fails_gives_the_arena_back_to_the_next_forward() -> None:
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        if arm.streamed:
+            poros.offload_optimizer(optimizer)
+        failing: list[bool] = []
+
+        def fail(*_: Any) -> None:
+            if failing:
+                raise RuntimeError("planned")
+
+        optimizer.register_step_pre_hook(fail)
+        arm.train(batches(2), optimizer)
+        failing.append(True)
+        arm.model(**batches(1)[0]).loss.backward()
+        with pytest.raises(RuntimeError, match="planned"):
+            optimizer.step()
+        failing.clear()
+        arm.train(batches(2), optimizer)
+
+    twins(script, sizes=(1, "all"))
