@@ -17,6 +17,7 @@ from test_base_install import command
 from test_cli import Cli, cli
 
 import poros.cli.doctor
+import poros.cli.output
 from poros_core import machine
 from poros_core.catalog import FamilyInfo
 from poros_core.doctor import Finding, Level, examine, worst
@@ -472,14 +473,14 @@ def test_a_problem_is_the_exit_status(cli: Cli, monkeypatch: pytest.MonkeyPatch)
         "OK       a  fine\nPROBLEM  b  broken\n\nWhat to do\nb: mend it\n",
     )
     monkeypatch.setattr(poros.cli.doctor, "examine", lambda: findings[:1])
-    assert cli("doctor")[:2] == (0, "OK       a  fine\n\nNothing to do.\n")
+    assert cli("doctor")[:2] == (0, "OK  a  fine\n\nNothing to do.\n")
 
 
 def test_on_a_terminal_it_is_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = Console(force_terminal=True, width=40, color_system=None)
-    monkeypatch.setattr(poros.cli.doctor, "console", lambda: out)
+    monkeypatch.setattr(poros.cli.output, "console", lambda: out)
     poros.cli.doctor._print([problem("a", "a text that is longer than a line", fix="mend it")])
     assert capsys.readouterr().out.splitlines()[1].split() == ["line"]
 

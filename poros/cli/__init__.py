@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from poros._extras import missing_extra
-from poros.cli import cache, check, demo, doctor, families, gate
+from poros.cli import cache, check, demo, doctor, families, gate, plan
 from poros.cli.output import configure_logging, print_error
 from poros_core.errors import PorosError
 
@@ -68,6 +68,7 @@ def _common(
 families.register(app)
 check.register(app)
 cache.register(app)
+plan.register(app)
 gate.register(app)
 demo.register(app)
 doctor.register(app)

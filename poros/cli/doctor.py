@@ -6,11 +6,9 @@ from typing import Annotated, Any
 
 import attrs
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from poros.cli.output import console, print_json, print_line
+from poros.cli.output import print_json, print_line, print_rows
 from poros_core.doctor import Finding, Level, examine, worst
 
 __all__ = ["register"]
@@ -48,8 +46,7 @@ def _as_json(findings: list[Finding]) -> dict[str, Any]:
 
 
 def _print(findings: list[Finding]) -> None:
-    out = console()
-    _print_findings(out, findings)
+    print_rows([(_level(finding), finding.name, finding.text) for finding in findings])
     fixes: dict[str, list[str]] = {}
     for finding in findings:
         if finding.fix is not None:
@@ -64,23 +61,5 @@ def _print(findings: list[Finding]) -> None:
         print_line(Text.assemble((f"{', '.join(names)}: ", "bold"), fix))
 
 
-def _print_findings(out: Console, findings: list[Finding]) -> None:
-    """Print a table on a terminal, and one line a finding elsewhere."""
-    rows = [(_level(finding), finding.name, finding.text) for finding in findings]
-    if not out.is_terminal:
-        width = max(len(name) for _, name, _ in rows)
-        for level, name, text in rows:
-            print_line(Text.assemble(level, f"  {name:<{width}}  {text}"))
-        return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-
-
 def _level(finding: Finding) -> Text:
-    width = max(len(level.value) for level in Level)
-    return Text(f"{finding.level.value.upper():<{width}}", style=_STYLES[finding.level])
+    return Text(finding.level.value.upper(), style=_STYLES[finding.level])

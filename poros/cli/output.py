@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-__all__ = ["configure_logging", "console", "print_error", "print_json", "print_line", "status_text"]
+__all__ = [
+    "configure_logging",
+    "console",
+    "print_error",
+    "print_json",
+    "print_line",
+    "print_rows",
+    "status_text",
+]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -28,6 +38,31 @@ def print_line(line: Text) -> None:
     """Print one line on standard output: wrapped between words on a terminal, whole elsewhere."""
     out = console()
     out.print(line, soft_wrap=not out.is_terminal)
+
+
+def print_rows(rows: Sequence[Sequence[str | Text]]) -> None:
+    """Print rows under each other, the last column of any length: wrapped between words in its
+    column on a terminal, whole elsewhere."""
+    out = console()
+    texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    if out.is_terminal:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        for _ in texts[0][:-1]:
+            table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for row in texts:
+            table.add_row(*row)
+        out.print(table)
+        return
+    widths = [max(cell.cell_len for cell in column) for column in zip(*texts, strict=True)]
+    for row in texts:
+        line = Text()
+        for cell, width in zip(row[:-1], widths, strict=False):
+            line += cell
+            line.append(" " * (width + 2 - cell.cell_len))
+        line += row[-1]
+        line.rstrip()
+        print_line(line)
 
 
 def print_json(value: Any) -> None:

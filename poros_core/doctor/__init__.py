@@ -20,8 +20,9 @@ from poros_core.doctor.software import (
     package_findings,
     plugin_findings,
 )
+from poros_core.errors import PorosError
 
-__all__ = ["Finding", "Level", "examine", "worst"]
+__all__ = ["Finding", "Level", "copy_rate", "examine", "worst"]
 
 
 def examine() -> list[Finding]:
@@ -39,6 +40,20 @@ def examine() -> list[Finding]:
         ),
         *plugin_findings(),
     ]
+
+
+def copy_rate() -> float:
+    """Measure the bytes a second that go from page-locked host memory to the GPU.
+
+    Raises:
+        PorosError: there is no GPU, or nothing could be measured.
+    """
+    findings, reading = _device_findings()
+    if reading is None:
+        raise PorosError(f"The copy rate cannot be measured here: {findings[0].text}.")
+    if reading.rates is None:
+        raise PorosError(f"The copy rate could not be measured: {reading.rates_reason}.")
+    return reading.rates.to_device
 
 
 def _device_findings() -> tuple[list[Finding], LinkReading | None]:

@@ -1,0 +1,263 @@
+"""Whether a model will load and train on a machine, by arithmetic: no weights, no GPU, no torch.
+
+Not to be confused with ``poros_core.plan``, the block plan of a model that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from poros_core.configs import read_config
+from poros_core.errors import CheckpointError, SettingsError
+from poros_core.planner.headers import Headers, hub_headers, local_headers
+from poros_core.planner.memory import Memory, device_memory, host_memory, resident_memory
+from poros_core.planner.settings import RunSettings
+from poros_core.planner.step_time import Rates, StepTime, step_time
+from poros_core.planner.weights import Weights, sort_weights
+from poros_core.plugins import plugins
+
+__all__ = ["HOST_MARGIN", "Model", "RunPlan", "plan_run", "read_model"]
+
+HOST_MARGIN = 3_000_000_000
+"""Host memory that is left to Python, torch and the system."""
+_SEQ_STEP = 64
+_TOWERS = ("vision_config", "audio_config")
+_PACKED = ".absmax"
+
+
+@frozen(kw_only=True)
+class Model:
+    """A model as far as a plan needs it.
+
+    Attributes:
+        name: what it was asked for as.
+        family: the family's name.
+        weights: its weights.
+        longest: positions that it has.
+        softcap: whether it caps its logits.
+        disk: bytes of its checkpoint that are on this disk.
+        download: bytes of it that are not.
+    """
+
+    name: str
+    family: str
+    weights: Weights
+    longest: int
+    softcap: bool
+    disk: int
+    download: int
+
+
+@frozen(kw_only=True)
+class RunPlan:
+    """What a run takes, and whether it fits.
+
+    Attributes:
+        model: the model.
+        run: the run that was asked about.
+        memory: its device memory.
+        host: its host memory by name, in bytes.
+        time: its step time.
+        resident: device memory of the same run with the base on the device.
+        checkpointed: the same with gradient checkpointing.
+        vram: device memory that there is; None if that was not said.
+        ram: host memory that there is; None if that was not said.
+        fitting: settings that fit, the asked ones first if they do; empty if none does.
+        longest: the longest sequence that fits with the first of them; None if none does.
+    """
+
+    model: Model
+    run: RunSettings
+    memory: Memory
+    host: Mapping[str, int]
+    time: StepTime
+    resident: Memory
+    checkpointed: Memory
+    vram: int | None
+    ram: int | None
+    fitting: tuple[RunSettings, ...]
+    longest: int | None
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory of the run."""
+        return sum(self.host.values())
+
+    @property
+    def loads(self) -> bool:
+        """Whether the base fits in host memory."""
+        state = self.host.get("optimizer", 0)
+        return _host_fits(self.host_bytes - state, self.ram)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run that was asked about fits."""
+        return self.run in self.fitting
+
+    @property
+    def advice(self) -> str | None:
+        """Which resident run is the right choice: ``"resident"``, or ``"checkpointing"``, or None
+        if the base has to stream."""
+        if self.vram is None:
+            return None
+        for name, memory in (("resident", self.resident), ("checkpointing", self.checkpointed)):
+            if memory.device <= self.vram:
+                return name
+        return None
+
+
+def read_model(name: str, *, revision: str | None = None) -> Model:
+    """Read what a plan needs of a model: its config, and headers where that does not say enough.
+
+    Args:
+        name: a folder, a ``config.json``, or a Hub id.
+        revision: the Hub revision.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not say all shapes.
+        UnsupportedModelError: no family covers it.
+    """
+    config = read_config(name, revision=revision)
+    family = plugins().family_for(config).value
+    text: Mapping[str, Any] = config.get("text_config") or config
+    tied = next(
+        (c["tie_word_embeddings"] for c in (config, text) if "tie_word_embeddings" in c), None
+    )
+    towers = [tower for tower in _TOWERS if config.get(tower) is not None]
+    headers = _local(name)
+    packed = headers is not None and any(n.endswith(_PACKED) for n in headers.shapes)
+    if headers is None and (towers or family.weights is None) and not Path(name).exists():
+        headers = hub_headers(name, revision=revision)
+    if headers is not None and not packed:
+        weights = sort_weights(headers.shapes, tied=tied)
+    elif family.weights is not None:
+        weights = sort_weights(_from_config(family.weights, config), uncounted=towers)
+    else:
+        raise CheckpointError(
+            f"Family '{family.name}' does not say its shapes from a config alone. Name a folder "
+            "with the unquantised checkpoint, whose headers are read."
+        )
+    missing = 2 * weights.count if headers is None else headers.missing
+    return Model(
+        name=name,
+        family=family.name,
+        weights=weights,
+        longest=int(text.get("max_position_embeddings") or 0),
+        softcap=bool(text.get("final_logit_softcapping")),
+        disk=0 if headers is None else headers.nbytes,
+        download=missing or 0,
+    )
+
+
+def _local(name: str) -> Headers | None:
+    path = Path(name).expanduser()
+    return local_headers(path) if path.is_dir() else None
+
+
+def _from_config(weights: Any, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    try:
+        shapes: Mapping[str, tuple[int, ...]] = weights(config)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"The config does not say {error}, which the shapes of its layers depend on. Name a "
+            "folder with the checkpoint, whose headers are read."
+        ) from error
+    return shapes
+
+
+def plan_run(
+    model: Model,
+    run: RunSettings,
+    *,
+    rates: Rates,
+    vram: int | None = None,
+    ram: int | None = None,
+) -> RunPlan:
+    """Work out what a run takes, and which settings fit.
+
+    Args:
+        model: the model.
+        run: the run.
+        rates: how fast the machine is.
+        vram: device memory in bytes; None means that it is not judged.
+        ram: host memory in bytes; None means that it is not judged.
+
+    Raises:
+        SettingsError: the run is not possible with this model.
+    """
+    _check(model, run)
+    weights = model.weights
+    fitting = tuple(option for option in _options(model, run) if _fits(model, option, vram, ram))
+    return RunPlan(
+        model=model,
+        run=run,
+        memory=device_memory(weights, run, softcap=model.softcap),
+        host=host_memory(weights, run),
+        time=step_time(weights, run, rates),
+        resident=resident_memory(weights, run, checkpointing=False, softcap=model.softcap),
+        checkpointed=resident_memory(weights, run, checkpointing=True, softcap=model.softcap),
+        vram=vram,
+        ram=ram,
+        fitting=fitting,
+        longest=_longest(model, fitting[0], vram, ram) if fitting else None,
+    )
+
+
+def _check(model: Model, run: RunSettings) -> None:
+    if model.longest and run.seq_len > model.longest:
+        raise SettingsError(
+            f"--seq-len {run.seq_len} is more than the {model.longest} positions of {model.name}."
+        )
+    if run.block_size > len(model.weights.layers):
+        raise SettingsError(
+            f"--block-size {run.block_size} is more than the {len(model.weights.layers)} layers of "
+            f"{model.name}."
+        )
+
+
+def _options(model: Model, run: RunSettings) -> Iterator[RunSettings]:
+    """Yield the run that was asked for, then ways to save memory, those that cost least first."""
+    yield run
+    seen = {run}
+    layers = len(model.weights.layers)
+    for graphs in dict.fromkeys((run.graphs, False)):
+        for state in dict.fromkeys((run.optimizer_state, "host")):
+            for size in dict.fromkeys((run.block_size, 2, 4, 8)):
+                if size > layers or size < run.block_size:
+                    continue
+                option = attrs.evolve(run, graphs=graphs, optimizer_state=state, block_size=size)
+                if option not in seen:
+                    seen.add(option)
+                    yield option
+
+
+def _fits(model: Model, run: RunSettings, vram: int | None, ram: int | None) -> bool:
+    if not _host_fits(sum(host_memory(model.weights, run).values()), ram):
+        return False
+    return vram is None or device_memory(model.weights, run, softcap=model.softcap).device <= vram
+
+
+def _host_fits(nbytes: int, ram: int | None) -> bool:
+    return ram is None or nbytes + HOST_MARGIN <= ram
+
+
+def _longest(model: Model, run: RunSettings, vram: int | None, ram: int | None) -> int:
+    """Return the longest sequence that fits, in steps of 64 tokens."""
+    top = max(model.longest, run.seq_len)
+    low, high = run.seq_len, top
+    if _fits(model, attrs.evolve(run, seq_len=top), vram, ram):
+        return top
+    while high - low > _SEQ_STEP:
+        middle = (low + high) // 2 // _SEQ_STEP * _SEQ_STEP
+        if middle <= low:
+            break
+        if _fits(model, attrs.evolve(run, seq_len=middle), vram, ram):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,92 @@
+"""What a run is asked to be, and how sizes and rates are written."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import attrs
+from attrs import field, frozen
+
+from poros_core.errors import SettingsError
+from poros_core.planner.weights import Precision
+
+__all__ = ["RunSettings", "parse_rate", "parse_size"]
+
+_UNITS = {
+    **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+
+
+def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
+    if value < 1:
+        raise SettingsError(f"{attribute.name} must be 1 or more; got {value}.")
+
+
+@frozen(kw_only=True)
+class RunSettings:
+    """A training run, as far as memory and time depend on it.
+
+    Attributes:
+        precision: of the base.
+        seq_len: tokens per sequence.
+        batch: sequences per micro-batch.
+        accumulate: micro-batches per optimizer step.
+        rank: of LoRA on all linear layers, with float32 adapters and AdamW.
+        block_size: layers that share one recompute boundary.
+        graphs: whether blocks are captured as CUDA graphs.
+        optimizer_state: where AdamW's two tensors are between steps.
+        fused: whether AdamW is the fused one, as HF Trainer's is; torch's default needs a temporary
+            of the adapters' size.
+    """
+
+    precision: Precision = "nf4"
+    seq_len: int = field(default=512, validator=_positive)
+    batch: int = field(default=1, validator=_positive)
+    accumulate: int = field(default=1, validator=_positive)
+    rank: int = field(default=16, validator=_positive)
+    block_size: int = field(default=1, validator=_positive)
+    graphs: bool = True
+    optimizer_state: Literal["device", "host"] = "device"
+    fused: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per micro-batch."""
+        return self.seq_len * self.batch
+
+
+def parse_size(text: str, *, what: str) -> int:
+    """Return a size in bytes.
+
+    Args:
+        text: a number with a unit, as ``16GB`` (1e9 bytes each) or ``16GiB``; without one, bytes.
+        what: which setting it is, for the error.
+
+    Raises:
+        SettingsError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    factor = None if match is None else _UNITS.get(match[2].upper())
+    if match is None or factor is None or float(match[1]) == 0:
+        raise SettingsError(f"{what} must be a size such as 16GB or 15.5GiB; got '{text}'.")
+    return round(float(match[1]) * factor)
+
+
+def parse_rate(text: str, *, what: str, unit: str, factor: float) -> float:
+    """Return a rate.
+
+    Args:
+        text: a number, with or without its unit.
+        what: which setting it is, for the error.
+        unit: the unit, as ``GB/s``.
+        factor: what one of that unit is.
+
+    Raises:
+        SettingsError: it is no rate.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\S*)", text.strip())
+    if match is None or match[2].lower() not in ("", unit.lower()) or float(match[1]) == 0:
+        raise SettingsError(f"{what} must be a number of {unit}, such as 25{unit}; got '{text}'.")
+    return float(match[1]) * factor

@@ -1,0 +1,572 @@
+"""The planner's arithmetic: against committed records, against models, and against itself."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+from huggingface_hub.errors import NotASafetensorsRepoError, OfflineModeIsEnabled
+from test_base_install import command
+from test_cli import Cli, cli
+
+import poros.cli.plan
+from poros_core.errors import CheckpointError, PorosError, SettingsError
+from poros_core.planner import Model, RunPlan, headers, plan_run, read_model
+from poros_core.planner.headers import hub_headers, local_headers
+from poros_core.planner.memory import (
+    block_workspace,
+    device_memory,
+    host_memory,
+    resident_memory,
+)
+from poros_core.planner.settings import RunSettings, parse_rate, parse_size
+from poros_core.planner.step_time import CARDS, Rates, step_time, streamed_bytes
+from poros_core.planner.weights import Weight, Weights, sort_weights
+from poros_families import poros_families
+
+__all__ = ["cli"]
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = {family.name: family for family in poros_families()}
+RECORDS = {
+    path.name: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "docs" / "validation").glob("*.json"))
+}
+HEAD_BESIDE_SLOTS = {
+    "2bb99618ba76c344228e81eb1a2ce49a9fbfa556",
+    "a4a07db8a4d1670271422bd1e78653740de9cbe9",
+}
+"""Commits before slots and head took turns in one arena, with whose runtime a record was made."""
+H200 = CARDS["h200"]
+
+
+def config_of(family: str, shape: str) -> Mapping[str, Any]:
+    return FAMILIES[family].shapes[shape]
+
+
+def weights_of(family: str, shape: str) -> Weights:
+    say = FAMILIES[family].weights
+    assert say is not None
+    return sort_weights(say(config_of(family, shape)))
+
+
+def qwen(shape: str) -> Weights:
+    return weights_of("qwen2", shape)
+
+
+def model_of(family: str, shape: str) -> Model:
+    return Model(
+        name=shape,
+        family=family,
+        weights=weights_of(family, shape),
+        longest=config_of(family, shape)["max_position_embeddings"],
+        softcap=False,
+        disk=0,
+        download=0,
+    )
+
+
+# against records
+
+
+def measured(kind: str) -> list[Any]:
+    return [
+        pytest.param(record, id=name)
+        for name, record in RECORDS.items()
+        if record.get("kind") == kind
+        and record.get("verdict") == "exact"
+        and record["stack"]["gpu"] == "NVIDIA H200"
+        and record["shape"] in FAMILIES[record["family"]].shapes
+        and isinstance(record["block_size"], int)
+    ]
+
+
+GATES = measured("training-parity")
+LOOPS = [p for p in measured("training-loop-parity") if p.values[0]["loop"] == "trainer"]
+
+
+def run_of(record: Mapping[str, Any]) -> RunSettings:
+    settings = record.get("settings", {"graphs": "off"})
+    return RunSettings(
+        precision=record["precision"],
+        seq_len=record["seq_len"],
+        batch=record["batch"],
+        accumulate=record["accumulate"],
+        rank=record["rank"],
+        block_size=record["block_size"],
+        graphs=settings.get("graphs", "auto") != "off",
+        optimizer_state=settings.get("optimizer_state", "device"),
+    )
+
+
+def beside(record: Mapping[str, Any], weights: Weights, run: RunSettings) -> int:
+    """Return what a record's runtime took more, because its slots stood beside the head."""
+    if record["stack"]["poros_commit"] not in HEAD_BESIDE_SLOTS:
+        return 0
+    memory = device_memory(weights, run)
+    return min(memory.slots, memory.head)
+
+
+def test_there_are_records() -> None:
+    assert len(GATES) >= 3
+    assert LOOPS
+
+
+@pytest.mark.parametrize("record", GATES)
+def test_bytes_streamed_are_those_of_the_record(record: Mapping[str, Any]) -> None:
+    weights, run = weights_of(record["family"], record["shape"]), run_of(record)
+    predicted = run.accumulate * streamed_bytes(weights, run)
+    if beside(record, weights, run):
+        layers = weights.layer_bytes(run.precision)
+        predicted = 2 * sum(layers) - sum(layers[:2]) - sum(layers[-2:]) + weights.head_bytes
+        predicted *= run.accumulate
+        assert predicted == record["arms"]["streamed"]["bytes_streamed_per_step"]
+    else:
+        assert predicted == pytest.approx(
+            record["arms"]["streamed"]["bytes_streamed_per_step"], rel=0.02
+        )
+
+
+@pytest.mark.parametrize("record", GATES)
+def test_peaks_of_gates(record: Mapping[str, Any]) -> None:
+    weights, run = weights_of(record["family"], record["shape"]), run_of(record)
+    streamed = device_memory(weights, run).allocated + beside(record, weights, run)
+    assert 1.0 <= streamed / record["arms"]["streamed"]["peak_allocated_bytes"] <= 1.1
+    resident = resident_memory(weights, run, checkpointing=False).allocated
+    assert 1.0 <= resident / record["arms"]["resident"]["peak_allocated_bytes"] <= 1.1
+
+
+@pytest.mark.parametrize("record", LOOPS)
+def test_peaks_of_training_loops(record: Mapping[str, Any]) -> None:
+    """Here a process holds one arm, so that reserved memory is its own."""
+    weights = weights_of(record["family"], record["shape"])
+    run = attrs.evolve(run_of(record), graphs=False, fused=True)
+    memory, more = device_memory(weights, run), beside(record, weights, run)
+    arm = record["arms"]["poros"]
+    assert 1.0 <= (memory.allocated + more) / arm["peak_allocated_bytes"] <= 1.1
+    assert 1.0 <= (memory.reserved + more) / arm["peak_reserved_bytes"] <= 1.1
+
+
+@pytest.mark.parametrize("record", GATES)
+def test_step_times(record: Mapping[str, Any]) -> None:
+    weights, run = weights_of(record["family"], record["shape"]), run_of(record)
+    predicted = step_time(weights, run, H200).seconds
+    assert predicted == pytest.approx(record["arms"]["streamed"]["step_seconds"], rel=0.2)
+
+
+@pytest.mark.parametrize(("shape", "gigabytes"), [("7b", 2.77), ("32b", 4.59), ("72b", 6.78)])
+def test_the_moment_of_the_loss(shape: str, gigabytes: float) -> None:
+    """Adapters, Adam, head, boundaries, three float32 tensors of logits and the bf16 one."""
+    memory = device_memory(qwen(shape), RunSettings())
+    assert memory.moment == "loss"
+    parts = {k: v for k, v in memory.components.items() if k not in ("cuBLAS", "on the device")}
+    assert set(parts) == {"arena", "adapters", "optimizer", "boundaries", "logits"}
+    assert sum(parts.values()) / 1e9 == pytest.approx(gigabytes, abs=0.006)
+    assert parts["arena"] == memory.head > memory.slots
+    assert memory.graph_workspace == 0
+
+
+# against models
+
+
+@pytest.mark.parametrize(("family", "shape"), [("qwen2", "tiny"), ("gemma4", "tiny-e2b")])
+def test_units_are_those_of_a_model(family: str, shape: str) -> None:
+    """Sizes in the host store, in the head's unit and of LoRA are what a model really has."""
+    import torch
+    import transformers
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig
+
+    import poros
+    from poros_core.prepare import prepared_of
+
+    config = AutoConfig.for_model(**config_of(family, shape))
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    model = poros.prepare(get_peft_model(base, lora), verbose=False)
+    weights = weights_of(family, shape)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert weights.adapter_count(4) == trained
+    prepared = prepared_of(model)
+    assert prepared is not None
+    plan = prepared.handle.plan  # type: ignore[attr-defined]
+    sizes = [sum(-(-ref.get().nbytes // 256) * 256 for ref in unit.refs) for unit in plan.layers]
+    assert weights.layer_bytes("bf16") == sizes
+    assert weights.head_bytes == sum(ref.get().nbytes for ref in plan.head.refs)
+    assert weights.table_bytes == sum(ref.get().nbytes for t in plan.embeddings for ref in t.refs)
+
+
+def test_bytes_streamed_are_those_of_a_model() -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import poros
+    from poros_core.prepare import prepared_of
+
+    config = {**config_of("qwen2", "tiny"), "vocab_size": 2048}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    model = poros.prepare(get_peft_model(base, lora), verbose=False)
+    prepared = prepared_of(model)
+    assert prepared is not None
+    ids = torch.ones(1, 4, dtype=torch.long)
+    totals = []
+    for _ in range(3):
+        model(ids, labels=ids).loss.backward()
+        totals.append(prepared.handle.counters()["bytes_streamed"])
+    say = FAMILIES["qwen2"].weights
+    assert say is not None
+    weights = sort_weights(say(config))
+    assert weights.head_bytes > device_memory(weights, RunSettings(precision="bf16")).slots
+    assert totals[2] - totals[1] == streamed_bytes(weights, RunSettings(precision="bf16"))
+
+
+def test_the_alignment_is_the_host_stores() -> None:
+    from poros_core.host_store import ALIGNMENT
+
+    assert sort_weights({"a.embed_tokens.weight": (1, 1), "a.layers.0.b.weight": (1,)}).layer_bytes(
+        "bf16"
+    ) == [ALIGNMENT]
+
+
+def test_nf4_is_what_bitsandbytes_makes() -> None:
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(torch.randn(128, 192), quant_type="nf4")
+    tensors = [packed.nbytes, state.absmax.nbytes, state.code.nbytes]
+    assert Weight("x.weight", (128, 192)).tensors("nf4") == tensors
+
+
+# memory and time against themselves
+
+
+@pytest.mark.parametrize("field", ["seq_len", "batch", "rank"])
+def test_more_of_anything_takes_more(field: str) -> None:
+    small = RunSettings()
+    large = attrs.evolve(small, **{field: 2 * getattr(small, field)})
+    assert device_memory(qwen("7b"), large).device > device_memory(qwen("7b"), small).device
+    assert resident_memory(qwen("7b"), large, checkpointing=True).device > (
+        resident_memory(qwen("7b"), small, checkpointing=True).device
+    )
+
+
+def test_the_optimizers_state_moves_to_the_host() -> None:
+    there, here = RunSettings(optimizer_state="host", fused=True), RunSettings(fused=True)
+    weights = qwen("32b")
+    state = 8 * weights.adapter_count(16)
+    assert host_memory(weights, there)["optimizer"] == state
+    assert "optimizer" not in host_memory(weights, here)
+    saved = device_memory(weights, here).allocated - device_memory(weights, there).allocated
+    assert saved == state <= device_memory(weights, there).head
+    wide = attrs.evolve(there, rank=64)
+    assert 8 * weights.adapter_count(64) > weights.head_bytes
+    assert device_memory(weights, wide).moment == "optimizer"
+    slower = step_time(weights, there, H200).link - step_time(weights, here, H200).link
+    assert slower == pytest.approx(2 * state / H200.link)
+
+
+def test_long_sequences_need_room_for_a_layers_activations() -> None:
+    run = RunSettings(seq_len=8192)
+    weights = qwen("7b")
+    memory = device_memory(weights, run)
+    room = weights.head_bytes - memory.slots
+    assert memory.graph_workspace == block_workspace(weights, run) - room > 0
+    assert device_memory(weights, attrs.evolve(run, graphs=False)).graph_workspace == 0
+
+
+def test_larger_blocks_keep_fewer_boundaries() -> None:
+    one, four = (RunSettings(seq_len=4096, block_size=size) for size in (1, 4))
+    kept = [device_memory(qwen("7b"), run).components["boundaries"] for run in (one, four)]
+    assert kept[0] == 4 * kept[1]
+    assert block_workspace(qwen("7b"), four) > block_workspace(qwen("7b"), one)
+
+
+def test_what_sets_the_pace() -> None:
+    weights, rates = qwen("7b"), Rates(link=1e9, compute=1e15)
+    assert step_time(weights, RunSettings(), rates).bound == "link"
+    assert step_time(weights, RunSettings(), attrs.evolve(rates, compute=1e12)).bound == "compute"
+    eager = step_time(weights, RunSettings(graphs=False), H200)
+    assert eager.bound == "launches"
+    assert 0.4 < eager.seconds < 0.6
+    unknown = step_time(weights, RunSettings(), Rates(link=1e9))
+    assert (unknown.compute, unknown.seconds) == (None, unknown.link)
+
+
+# what fits
+
+
+def planned(shape: str, run: RunSettings | None = None, **room: int) -> RunPlan:
+    return plan_run(model_of("qwen2", shape), run or RunSettings(), rates=H200, **room)
+
+
+def test_a_32b_model_on_a_small_card() -> None:
+    plan = planned("32b", vram=int(6e9), ram=int(64e9))
+    assert plan.loads
+    assert plan.trains
+    assert plan.advice is None
+    assert plan.longest is not None
+    longer = attrs.evolve(plan.run, seq_len=plan.longest + 64)
+    assert plan.longest >= 512
+    assert not planned("32b", longer, vram=int(6e9), ram=int(64e9)).trains
+
+
+def test_settings_that_save_memory_are_found() -> None:
+    run = RunSettings(seq_len=2048, rank=64, fused=True)
+    need = planned("7b", run).memory.device
+    plan = planned("7b", run, vram=need - 1)
+    assert not plan.trains
+    assert plan.fitting
+    assert all(device_memory(plan.model.weights, option).device < need for option in plan.fitting)
+    assert planned("7b", run, vram=need).fitting[0] == run
+
+
+def test_host_memory_that_is_too_small() -> None:
+    plan = planned("72b", vram=int(80e9), ram=int(32e9))
+    assert not plan.loads
+    assert (plan.fitting, plan.longest) == ((), None)
+
+
+def test_where_resident_fits_it_is_the_right_choice() -> None:
+    assert planned("7b", vram=int(80e9)).advice == "resident"
+    assert planned("7b", vram=int(10e9)).advice == "checkpointing"
+    assert planned("7b", vram=int(6e9)).advice is None
+    assert planned("7b").advice is None
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (RunSettings(seq_len=40000), "--seq-len 40000 is more than the 32768 positions"),
+        (RunSettings(block_size=99), "--block-size 99 is more than the 28 layers"),
+    ],
+)
+def test_runs_that_cannot_be(run: RunSettings, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        planned("7b", run)
+
+
+# reading
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header = {
+        name: {"dtype": "BF16", "shape": list(shape), "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return folder
+
+
+def test_headers_and_config_agree(tmp_path: Path) -> None:
+    config = config_of("gemma4", "tiny-e2b")
+    say = FAMILIES["gemma4"].weights
+    assert say is not None
+    folder = write_checkpoint(tmp_path / "model", config, say(config))
+    from_headers = read_model(str(folder))
+    from_config = read_model(str(folder / "config.json"))
+    assert from_headers.weights == from_config.weights
+    assert (from_headers.download, from_headers.disk) == (
+        0,
+        (folder / "model.safetensors").stat().st_size,
+    )
+    assert from_config.download == 2 * from_config.weights.count
+    assert from_config.softcap
+
+
+def test_towers_are_counted_from_headers_and_named_otherwise(tmp_path: Path) -> None:
+    config = config_of("qwen3_5", "tiny-multimodal")
+    say = FAMILIES["qwen3_5"].weights
+    assert say is not None
+    shapes = {
+        name.replace("model.", "model.language_model.", 1): shape
+        for name, shape in say(config).items()
+    }
+    shapes |= {"model.visual.blocks.0.mlp.weight": (64, 64), "mtp.layers.0.x.weight": (64, 64)}
+    folder = write_checkpoint(tmp_path / "model", config, shapes)
+    counted = read_model(str(folder)).weights
+    assert [w.name for w in counted.towers] == ["model.visual.blocks.0.mlp.weight"]
+    assert len(counted.layers) == 4
+    named = read_model(str(folder / "config.json")).weights
+    assert (named.towers, named.uncounted) == ((), ("vision_config",))
+    assert named.layer_bytes("nf4") == counted.layer_bytes("nf4")
+
+
+def test_a_quantised_checkpoint_is_planned_from_its_config(tmp_path: Path) -> None:
+    packed = {"model.layers.0.mlp.up_proj.weight": (8192, 1), "x.weight.absmax": (4,)}
+    folder = write_checkpoint(tmp_path / "model", config_of("qwen2", "tiny"), packed)
+    model = read_model(str(folder))
+    assert model.weights == qwen("tiny")
+    assert model.download == 0
+
+
+def test_a_family_that_does_not_say_its_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("qwen2", "tiny")
+    say = FAMILIES["qwen2"].weights
+    assert say is not None
+    silent = SimpleNamespace(value=SimpleNamespace(name="qwen2", weights=None))
+    found = SimpleNamespace(family_for=lambda config: silent)
+    monkeypatch.setattr("poros_core.planner.plugins", lambda: found)
+    folder = write_checkpoint(tmp_path / "model", config, say(config))
+    assert read_model(str(folder)).weights == qwen("tiny")
+    with pytest.raises(CheckpointError, match="does not say its shapes from a config alone"):
+        read_model(str(folder / "config.json"))
+
+
+def test_a_config_that_says_too_little(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4}))
+    with pytest.raises(CheckpointError, match="does not say 'hidden_size'"):
+        read_model(str(path))
+
+
+def test_damaged_headers(tmp_path: Path) -> None:
+    assert local_headers(tmp_path) is None
+    for content in (b"", b"\xff" * 16, struct.pack("<Q", 4) + b"none"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="is no safetensors file"):
+            local_headers(tmp_path)
+    with pytest.raises(CheckpointError, match="embed_tokens"):
+        sort_weights({"x.weight": (1,)})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.N"):
+        sort_weights({"model.embed_tokens.weight": (4, 4)})
+
+
+def test_headers_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = SimpleNamespace(shape=[4, 8], data_offsets=(10, 74))
+    shards = {"a": SimpleNamespace(tensors={"x": tensor}), "b": SimpleNamespace(tensors={})}
+
+    def answer(self: object, model: str, *, revision: str | None) -> Any:
+        if model == "owner/torn":
+            raise NotASafetensorsRepoError
+        if model == "owner/far":
+            raise OfflineModeIsEnabled
+        return SimpleNamespace(files_metadata=shards)
+
+    monkeypatch.setattr(headers.HfApi, "get_safetensors_metadata", answer)
+    found = hub_headers("owner/name", revision=None)
+    assert (found.shapes, found.missing, found.nbytes) == ({"x": (4, 8)}, 64, 0)
+    with pytest.raises(CheckpointError, match="no safetensors files"):
+        hub_headers("owner/torn", revision=None)
+    with pytest.raises(CheckpointError, match="Name a local folder"):
+        hub_headers("owner/far", revision=None)
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("16GB", 16 * 10**9), ("1.5 GiB", 3 * 2**29), ("100", 100), ("2tb", 2 * 10**12)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text, what="x") == nbytes
+
+
+def test_rates_and_what_is_neither() -> None:
+    assert parse_rate("25GB/s", what="x", unit="GB/s", factor=1e9) == 25e9
+    assert parse_rate("80", what="x", unit="TFLOPS", factor=1e12) == 80e12
+    for text in ("", "GB", "-1GB", "0GB", "3 parsecs"):
+        with pytest.raises(SettingsError, match="--ram must be a size such as 16GB"):
+            parse_size(text, what="--ram")
+    for text in ("", "0", "25GB"):
+        with pytest.raises(SettingsError, match="must be a number of GB/s"):
+            parse_rate(text, what="--link-rate", unit="GB/s", factor=1e9)
+    with pytest.raises(SettingsError, match="seq_len must be 1 or more"):
+        RunSettings(seq_len=0)
+
+
+# the command
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of("qwen2", "7b")))
+    return str(path)
+
+
+def test_the_command(cli: Cli, seven: str) -> None:
+    code, out, err = cli("plan", seven, "--vram-budget", "6GB", "--ram", "32GB", "--card", "h200")
+    assert (code, err) == (0, "")
+    rows = {line[:22].strip(): line[24:] for line in out.splitlines() if line[22:24] == "  "}
+    assert rows["arena"] == "1.09 GB (slots 0.26 GB and head 1.09 GB, in turn)"
+    assert rows["host memory"].startswith("5.85 GB, page-locked (layers 3.67 GB")
+    assert "set by link" in rows["step"]
+    assert "It loads and trains." in out
+    assert "The longest sequence that fits has" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--vram-budget", "2GB"], 1, "no setting fits"),
+        (["--vram-budget", "6GB", "--ram", "4GB"], 1, "It does not load"),
+        (["--seq-len", "2048", "--vram-budget", "7.8GB"], 1, "trains with poros.offload_optim"),
+        (["--vram-budget", "16GB"], 0, "is the right choice"),
+        ([], 0, "Give --vram-budget and --ram"),
+        (["--compute-rate", "1TFLOPS"], 0, "set by compute"),
+        (["--link-rate", "12GB/s"], 0, "at 12.0 GB/s (as given); the GPU's rate is not known"),
+    ],
+)
+def test_verdicts(cli: Cli, seven: str, words: list[str], code: int, said: str) -> None:
+    found, out, _ = cli("plan", seven, *words)
+    assert (found, said in out) == (code, True), out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--precision", "fp4"], "precision must be one of: nf4, bf16"),
+        (["--graphs", "maybe"], "graphs must be one of"),
+        (["--card", "abacus"], "Rates were measured on h200 only"),
+        (["--vram-budget", "big"], "--vram-budget must be a size"),
+    ],
+)
+def test_bad_input(cli: Cli, seven: str, words: list[str], said: str) -> None:
+    code, out, err = cli("plan", seven, *words)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_measured_link(cli: Cli, seven: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poros.cli.plan, "copy_rate", lambda: 12.5e9)
+    code, out, _ = cli("plan", seven, "--link-rate", "measured")
+    assert code == 0
+    assert "at 12.5 GB/s (measured on this machine)" in out
+
+    def nothing() -> float:
+        raise PorosError("The copy rate cannot be measured here.")
+
+    monkeypatch.setattr(poros.cli.plan, "copy_rate", nothing)
+    code, _, err = cli("plan", seven, "--link-rate", "measured")
+    assert (code, err) == (2, "Error: The copy rate cannot be measured here.\n")
+
+
+def test_what_is_not_counted_is_said(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of("gemma3", "tiny-multimodal")))
+    assert "Not counted: vision_config" in cli("plan", str(path), "--seq-len", "64")[1]
+
+
+def test_json_without_torch(seven: str) -> None:
+    done = command("plan", seven, "--vram-budget", "16GB", "--ram", "64GB", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["device"]["peak_allocated_bytes"] == sum(answer["device"]["components"].values())
+    assert answer["resident"]["right_choice"] == "resident"
+    assert answer["trains"] is True
+    assert answer["fitting"][0] == answer["settings"]
+    assert answer["step"]["complete"] is False
