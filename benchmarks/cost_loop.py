@@ -9,14 +9,16 @@ import torch
 from cost_figures import Stopwatch, adamw, figures_of, the_loss, totals
 from cost_work import Work
 from device_figures import DeviceMemory
+from profiled_steps import HOST_STEPS, profiled
 
 
 def _batches(work: Work, device: torch.device) -> list[dict[str, torch.Tensor]]:
     subject = work.subject()
     generator = torch.Generator().manual_seed(work.seed)
     shape = (subject.batch, subject.seq_len)
+    extra = HOST_STEPS + work.profiled if work.profiled else 0
     made = []
-    for _ in range(work.warmup + work.steps):
+    for _ in range(work.warmup + work.steps + extra):
         ids = torch.randint(3, subject.vocabulary, shape, generator=generator).to(device)
         made.append({"input_ids": ids, "labels": ids})
     return made
@@ -71,4 +73,8 @@ def train(work: Work, model: Any, device: torch.device, memory: DeviceMemory) ->
         memory=memory,
         device=device,
     )
-    return {**found, "losses": [loss.item() for loss in loop.losses]}
+    losses = [loss.item() for loss in loop.losses]
+    if not work.profiled:
+        return {**found, "losses": losses}
+    with the_loss(work, model):
+        return {**found, "losses": losses, "profile": profiled(loop, work.profiled, device)}

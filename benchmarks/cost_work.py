@@ -40,6 +40,7 @@ class Work:
         chunk: tokens of a chunk of the loss; None means the model's own loss.
         data: a file of tokenised records, trained on with HF Trainer; None means random tokens in
             a plain loop.
+        profiled: steps under a profiler, after those that are timed.
         pad_to: pad a batch of records to a multiple of so many tokens.
         direct: draw weights in place, without a checkpoint; None means for shapes whose bf16
             checkpoint is larger than 16 GB.
@@ -67,6 +68,7 @@ class Work:
     chunk: int | None = None
     data: str | None = None
     pad_to: int | None = None
+    profiled: int = 0
     direct: bool | None = None
     cap_bytes: int | None = None
     cap_reserve_bytes: int = 600_000_000
@@ -74,7 +76,9 @@ class Work:
     @property
     def kind(self) -> str:
         """The kind of the record."""
-        return "training-cost" if self.data is None else "real-loop"
+        if self.data is not None:
+            return "real-loop"
+        return "step-profile" if self.profiled else "training-cost"
 
     def subject(self) -> Subject:
         """Settle defaults, and the config with ``layers`` in it."""

@@ -83,6 +83,7 @@ SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "vram-budget": _budget,
     "chunk": int,
     "pad-to": _multiple,
+    "profiled": int,
     "direct": _flag,
     "cap-bytes": _bytes,
     "cap-reserve-bytes": _bytes,
@@ -344,8 +345,17 @@ def write(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
         (folder / f"{name}-{number}.json").write_text(text, encoding="utf-8")
 
 
-def main(options: argparse.Namespace) -> int:
-    """Do what was asked for; return the exit status."""
+def main(
+    options: argparse.Namespace,
+    *,
+    also: Callable[[Sequence[Mapping[str, Any]]], str] | None = None,
+) -> int:
+    """Do what was asked for; return the exit status.
+
+    Args:
+        options: the command line.
+        also: makes of the records what is printed below the table.
+    """
     if options.worker:
         work_here(options)
         return 0
@@ -362,6 +372,8 @@ def main(options: argparse.Namespace) -> int:
             json_dir=options.json_dir,
             command=shlex.join(["python", *sys.argv]),
         )
+    if also is not None:
+        print(also(records))
     return 1 if any(record["outcome"] in FAILED for record in records) else 0
 
 

@@ -28,7 +28,7 @@ def bench() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(BENCHMARKS))
     names = (
         *("training_cost", "cost_work", "cost_measure", "cost_table", "direct_weights"),
-        *("real_loop",),
+        *("real_loop", "step_profile", "trace_reading", "plots"),
     )
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -52,7 +52,7 @@ def test_training_cost_records_every_method_of_a_run(
 ) -> None:
     methods = "poros:optimizer-state=host,peft-checkpointing,accelerate-offload,unsloth"
     records = bench.training_cost.run(
-        cost(bench, "--methods", methods, "--seq-len", "8"),
+        cost(bench, "--methods", methods, "--seq-len", "8", "--layers", "2"),
         runner=here(bench),
         checkpoint=lambda work: None,
         json_dir=tmp_path,
@@ -67,7 +67,7 @@ def test_training_cost_records_every_method_of_a_run(
     assert len(streamed["step_seconds_all"]) == 10
     assert streamed["step_seconds"]["min"] <= streamed["step_seconds"]["median"]
     assert streamed["bytes_streamed_per_step"] > streamed["optimizer_bytes_per_step"] > 0
-    assert streamed["eager_blocks"] == 10 * 2 * 4
+    assert streamed["eager_blocks"] == 10 * 2 * 2
     assert resident["bytes_streamed_per_step"] == resident["eager_blocks"] == 0
     for figure in ("peak_allocated_bytes", "peak_device_bytes", "link_floor_seconds"):
         assert streamed[figure] is None
@@ -82,7 +82,16 @@ def test_training_cost_records_every_method_of_a_run(
 def test_accelerate_offload_trains_a_plain_base(bench: Any) -> None:
     offloaded, resident = cost(
         bench,
-        *("--methods", "accelerate-offload,peft:chunk=5", "--seq-len", "8", "--precision", "bf16"),
+        *(
+            "--methods",
+            "accelerate-offload,peft:chunk=5",
+            "--seq-len",
+            "8",
+            "--precision",
+            "bf16",
+            "--layers",
+            "1",
+        ),
     )
     found = [here(bench)(work, None) for work in (offloaded, resident)]
     assert [each["outcome"] for each in found] == ["trained", "trained"]
@@ -192,7 +201,7 @@ def records(tmp_path: Path) -> Path:
 def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
     bench: Any, records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["--shape", "tiny", "--layers", "2", "--data", str(records), "--direct", "yes"]
+    line = ["--shape", "tiny", "--layers", "1", "--data", str(records), "--direct", "yes"]
     line += ["--batch", "1", "--steps", "10", "--warmup", "2", "--methods", "poros,peft:pad-to=8"]
     options = bench.training_cost.arguments(line, data=True)
     options.methods = bench.real_loop.methods_at_paddings(options.methods, ("none", "8"))
@@ -213,9 +222,126 @@ def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
     assert padded["train_loss"] == resident["train_loss"]
     assert raw["graph_share"] == 0.0  # a CPU has no graphs
     assert resident["graph_share"] is None
-    assert raw["eager_blocks"] == 10 * 2 * 2
+    assert raw["eager_blocks"] == 10 * 2
     assert len(list((tmp_path / "out").glob("real-loop-*.json"))) == 3
     assert "pad_to_multiple_of=8" in capsys.readouterr().out
+
+
+def event(category: str, start: float, end: float, name: str = "") -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+
+
+def test_a_trace_says_who_was_busy_and_which_block_waited(bench: Any) -> None:
+    label = "gpu_user_annotation"
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("gpu_memcpy", 0, 60, "Memcpy HtoD (Pinned -> Device)"),
+        event("kernel", 20, 40),
+        event("kernel", 30, 50),  # on another stream
+        event("kernel", 100, 140),  # 50 to 60 waits for the copy, 60 to 100 for nothing
+        event("gpu_memcpy", 120, 160, "Memcpy HtoD (Pinned -> Device)"),
+        event("gpu_memcpy", 170, 180, "Memcpy DtoH (Device -> Pinned)"),
+        event("kernel", 160, 200),
+        event(label, 20, 50, "poros forward block 0"),
+        event(label, 100, 140, "poros forward block 1"),
+        event(label, 160, 190, "poros backward block 1"),
+        event(label, 0, 200, "something else"),
+        event("cuda_runtime", 1, 4, "cudaLaunchKernel"),
+        event("cuda_runtime", 5, 7, "cudaGraphLaunch"),
+        event("cuda_runtime", 7, 99, "cudaEventSynchronize"),
+        event("cpu_op", 0, 200, "aten::mm"),
+    ]
+    found = bench.trace_reading.read_profile(events)
+    assert found.seconds == pytest.approx(200e-6)
+    assert found.link_busy == pytest.approx(0.5)
+    assert found.back_busy == pytest.approx(0.05)
+    assert found.gpu_busy == pytest.approx(110 / 200)
+    assert found.stalled == pytest.approx((20 + 10 + 20) / 200)
+    assert found.idle == pytest.approx(40 / 200)
+    assert (found.launches, found.launch_seconds) == (2, pytest.approx(5e-6))
+    assert found.stall_seconds == pytest.approx(
+        {"forward 0": 20e-6, "forward 1": 10e-6, "backward 1": 20e-6}
+    )
+    assert bench.trace_reading.read_profile([events[1]]) is None
+
+
+def test_step_profile_adds_the_hosts_time_to_a_record(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = cost(bench, "--methods", "poros", "--seq-len", "8", "--profiled", "1", "--layers", "1")
+    records = bench.training_cost.run(
+        work, runner=here(bench), checkpoint=lambda work: None, json_dir=None, command="c"
+    )
+    assert records[0]["kind"] == "step-profile"
+    assert records[0]["profile"]["host_seconds"] > 0
+    assert records[0]["profile"]["trace"] is None
+    assert records[0]["eager_blocks"] == 10 * 2
+    trace = {"link_busy": 0.9, "gpu_busy": 0.5, "stalled": 0.25, "idle": 0.25, "launches": 40}
+    trace |= {"launch_seconds": 0.02, "stall_seconds": {"forward 0": 0.002, "forward 1": 0.004}}
+    profile = {"host_seconds": 0.1, "profiled_steps": 2, "trace": trace}
+    lines = bench.step_profile.profile_table([{"method": "poros", "profile": profile}])
+    assert "90.0 %" in lines
+    assert "stall per block 1.500 ms a step; most: forward 1 2.00 ms" in lines
+    assert "20     0.0100 s" in lines
+
+
+def point(method: str = "poros", **changes: Any) -> dict[str, Any]:
+    """Return a record with what plots read, changed; ``settings`` is changed field by field."""
+    own = changes.pop("settings", {})
+    settings = {"vram_budget": None, "block_size": 1, "optimizer_state": "device", **own}
+    record = {
+        **{"kind": "training-cost", "method": method, "shape": "32b", "precision": "nf4"},
+        **{"layers": 64, "seq_len": 512, "batch": 1, "rank": 16, "dropout": 0.05, "run_id": "r"},
+        **{"settings": settings, "step_seconds": {"median": 0.6}, "step_over_floor": 1.1},
+        **{"peak_device_bytes": 6e9, "peak_allocated_bytes": 5e9, "date": "2026-01-01"},
+    }
+    return {**record, **changes}
+
+
+def test_plots_read_what_belongs_on_a_line(bench: Any) -> None:
+    budgets = [
+        point(settings={"vram_budget": "8GB"}, peak_device_bytes=7e9),
+        point(settings={"vram_budget": 16_000_000_000}, step_seconds={"median": 0.5}),
+        point(settings={"vram_budget": "auto"}),
+        point(settings={"vram_budget": "8GB"}, peak_device_bytes=7.5e9),
+    ]
+    peak, step = bench.plots.budget_panels(budgets)
+    assert peak.lines == [bench.plots.Line("32B NF4", [(8.0, 7.5), (16.0, 6.0)])]
+    assert step.lines[0].points == [(8.0, 0.6), (16.0, 0.5)]
+    lengths = [
+        *(point(seq_len=n, run_id=f"{n}", step_over_floor=n / 1000) for n in (512, 2048)),
+        point("peft-checkpointing", seq_len=512, run_id="512", step_seconds={"median": 1.2}),
+        point("peft-checkpointing", seq_len=2048, run_id="2048", step_seconds={"median": 0.3}),
+    ]
+    floor, resident = bench.plots.token_panels([*budgets, *lengths])
+    assert floor.lines[0].points == [(512.0, 0.512), (2048.0, 2.048)]
+    assert resident.lines[0].points == [(512.0, 0.5), (2048.0, 2.0)]
+    blocks = [point(settings={"block_size": size}) for size in (1, 4, "all")]
+    peak, _ = bench.plots.block_panels([*blocks, *budgets])
+    assert peak.lines == [bench.plots.Line("32B NF4, 512 tokens", [(1.0, 6.0), (4.0, 6.0)])]
+
+
+def test_plots_are_drawn_from_a_folder(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    records = tmp_path / "records"
+    arguments = ["--records", str(records), "--out", str(tmp_path / "plots")]
+    assert bench.plots.main(arguments) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    records.mkdir()
+    failed = point(step_seconds=None, settings={"block_size": 8})
+    other = {"kind": "real-loop"}
+    made = [point(settings={"block_size": size}) for size in (1, 2)]
+    for number, record in enumerate([other, failed]):
+        (records / f"{number}.json").write_text(json.dumps(record))
+    assert bench.plots.main(arguments) == 1
+    for number, record in enumerate(made):
+        (records / f"block-{number}.json").write_text(json.dumps(record))
+    assert bench.plots.main(arguments) == 0
+    drawn = list((tmp_path / "plots").iterdir())
+    assert [path.name for path in drawn] == ["block-size.png"]
+    assert drawn[0].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("home", ["store", "device", "host"])
