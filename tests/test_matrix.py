@@ -73,7 +73,17 @@ def test_every_fault_has_its_row() -> None:
         assert {row.settings["plant"] for row in rows if row.device == device} == set(PLANTS)
 
 
-@pytest.mark.parametrize("row", read_matrix("all"), ids=lambda row: row.name)
+def rows_that_name_every_setting() -> list[Row]:
+    seen: set[str] = set()
+    rows = []
+    for row in read_matrix("all"):
+        if row.settings.keys() - seen:
+            rows.append(row)
+            seen |= row.settings.keys()
+    return rows
+
+
+@pytest.mark.parametrize("row", rows_that_name_every_setting(), ids=lambda row: row.name)
 def test_a_row_is_its_command_line(
     row: Row, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +369,7 @@ class Keep:
     def step(self, done: int, total: int, loss: float) -> None: ...
 
 
-LONG = GateOptions(family="qwen2", shape="tiny", steps=3, dropout=0.1, layers=2)
+LONG = GateOptions(family="qwen2", shape="tiny", steps=3, dropout=0.1, layers=1)
 
 
 def test_a_resumed_gate_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -396,7 +406,7 @@ def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "state"
-    one = attrs.evolve(LONG, layers=1, steps=2)
+    one = attrs.evolve(LONG, steps=2)
     run_gate(one, files=GateFiles(state=file, minutes=1e-9))
     with pytest.raises(GateError, match="saved state of a gate with other settings"):
         run_gate(attrs.evolve(one, seed=1), files=GateFiles(state=file))

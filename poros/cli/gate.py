@@ -20,7 +20,9 @@ from poros.cli.gate_display import (
 from poros.cli.gate_matrix import gate_matrix
 from poros.cli.output import console
 from poros_core.errors import GateError
+from poros_core.gate.card import check_card, write_card
 from poros_core.gate.flags import options_of
+from poros_core.gate.html_report import html_report
 from poros_core.gate.options import FIT, GateOptions, subject_of
 
 if TYPE_CHECKING:
@@ -296,6 +298,8 @@ def gate(
     )
     for path, what in _targets(json_file, html, card, write_fingerprints, state):
         _check_target(path, what)
+    if card is not None:
+        check_card(card)
     result = _run(
         options,
         state=state,
@@ -332,9 +336,6 @@ def _report(
     result: GateResult, *, json_file: Path | None, html: Path | None, card: Path | None
 ) -> None:
     """Write what was asked for, and print the tables."""
-    from poros_core.gate.card import write_card
-    from poros_core.gate.html_report import html_report
-
     out = console()
     if json_file is not None:
         json_file.write_text(json.dumps(result.record, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 from poros_core.errors import GateError
 from poros_core.gate.meaning import stack_text, subject_text
 
-__all__ = ["BEGIN", "END", "card_section", "write_card"]
+__all__ = ["BEGIN", "END", "card_section", "check_card", "write_card"]
 
 BEGIN = "<!-- poros gate: begin -->"
 END = "<!-- poros gate: end -->"
@@ -35,26 +35,41 @@ def card_section(record: Mapping[str, Any]) -> str:
     )
 
 
+def check_card(path: Path) -> None:
+    """Check that a card can take a section, before a gate runs for it.
+
+    Raises:
+        GateError: it cannot be read, or has not each of the markers once and in order.
+    """
+    _split(path)
+
+
 def write_card(path: Path, record: Mapping[str, Any]) -> None:
     """Put the section into a card: in place of an older one, else at the end.
 
     Raises:
-        GateError: the card has one of the two markers only, or they are in the wrong order.
+        GateError: see ``check_card``.
     """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, after = _split(path)
+    path.write_text(before + card_section(record) + after, encoding="utf-8")
+
+
+def _split(path: Path) -> tuple[str, str]:
+    """Return what stands before and after the section."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, ValueError) as error:
+        raise GateError(f"The model card '{path}' cannot be read: {error}.") from error
     begin, end = text.find(BEGIN), text.find(END)
-    section = card_section(record)
     if begin == end == -1:
         gap = "" if not text else "\n" if text.endswith("\n") else "\n\n"
-        path.write_text(text + gap + section, encoding="utf-8")
-        return
+        return text + gap, ""
     if not 0 <= begin < end or text.count(BEGIN) > 1 or text.count(END) > 1:
         raise GateError(
             f"'{path}' does not have each of the markers '{BEGIN}' and '{END}' once, in this "
             "order. Remove what is left of them, and run the gate again."
         )
-    rest = text[end + len(END) :].removeprefix("\n")
-    path.write_text(text[:begin] + section + rest, encoding="utf-8")
+    return text[:begin], text[end + len(END) :].removeprefix("\n")
 
 
 def _number(value: float | None) -> str:

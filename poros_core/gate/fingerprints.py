@@ -33,7 +33,7 @@ _WHERE_ONLY = (
     *("load_strategy", "optimizer_state", "resume_at", "plant_fault", "plant"),
     *("block_size", "vram_budget", "graphs", "model"),
 )
-"""Settings that say where things are and not what is computed; the checkpoint has its own check."""
+"""Settings that say where things are and not what is computed. Inputs have a check of their own."""
 
 
 class FingerprintWriter:
@@ -67,9 +67,11 @@ class FingerprintWriter:
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def checkpoint_identity(folder: Path) -> dict[str, Any]:
-    """Return what tells two checkpoints apart: the config, and every weight file's header."""
+def checkpoint_identity(folder: Path, *, data: Path | None) -> dict[str, Any]:
+    """Return what tells two inputs apart: every weight file's size and header, and the data."""
     found: dict[str, Any] = {}
+    if data is not None:
+        found["data"] = {"sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -129,8 +131,8 @@ class Against:
             )
         if content["checkpoint"] != checkpoint:
             raise GateError(
-                f"'{path}' was written with another checkpoint: its weight files differ in name, "
-                "size or header. Use the same files."
+                f"'{path}' was written with other inputs: weight files differ in name, size or "
+                "header, or the data file in its content. Use the same files."
             )
         names = [*_STACK, "bitsandbytes"]
         unequal = [name for name in names if content["stack"].get(name) != stack.get(name)]

@@ -98,14 +98,17 @@ def _number(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.2e}"
 
 
-def _losses(losses: Mapping[str, Sequence[float]]) -> str:
+def _losses(losses: Mapping[str, Sequence[float | None]]) -> str:
     """Return one line per arm; the streamed one is thin and lies over the resident one."""
-    known = {name: values for name, values in losses.items() if len(values) > 0}
-    if not known:
-        return "<p>No step was compared.</p>"
-    every = [v for values in known.values() for v in values]
+    known = {
+        name: [(step, value) for step, value in enumerate(values) if value is not None]
+        for name, values in losses.items()
+    }
+    every = [value for points in known.values() for _, value in points]
+    if not every:
+        return "<p>There is no loss to show.</p>"
     low, high = min(every), max(every)
-    steps = max(len(values) for values in known.values())
+    steps = max(len(values) for values in losses.values())
     right, floor = _WIDTH - 10, _HEIGHT - _BOTTOM
     span, reach = (high - low) or 1.0, max(1, steps - 1)
 
@@ -120,8 +123,8 @@ def _losses(losses: Mapping[str, Sequence[float]]) -> str:
         f'<text x="{_LEFT}" y="{_HEIGHT - 8}">step 1</text>',
         f'<text x="{right}" y="{_HEIGHT - 8}" text-anchor="end">step {steps}</text>',
     ]
-    for number, (name, values) in enumerate(known.items()):
-        points = " ".join(at(i, value) for i, value in enumerate(values))
+    for number, (name, found) in enumerate(known.items()):
+        points = " ".join(at(step, value) for step, value in found)
         width = 7 if name == "resident" else 2
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{_COLOURS[name]}" '

@@ -94,7 +94,7 @@ class Progress:
         self.segments.append({"first": self.step + 1, "last": None, "date": now})
 
     def note(self, step: int, counters: dict[str, int], losses: Mapping[str, float]) -> None:
-        """Note a step that was compared and equal."""
+        """Note a step that was compared."""
         self.step = step
         self.counters.append(counters)
         for name, loss in losses.items():

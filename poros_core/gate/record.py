@@ -226,7 +226,7 @@ def make_record(run: Run) -> GateResult:
             "least_bytes_streamed_per_step": evidence.least_bytes,
         },
         "arms": {name: _arm(arm) for name, arm in run.arms.items()},
-        "losses": {name: list(losses) for name, losses in run.losses.items()},
+        "losses": {name: [_finite(x) for x in losses] for name, losses in run.losses.items()},
         "segments": [dict(segment) for segment in run.segments],
         "method": METHOD,
         "command": run.command,
@@ -286,7 +286,7 @@ def _divergence(found: Divergence | None) -> dict[str, Any] | None:
 
 
 def _finite(value: float) -> float | None:
-    """Return a difference as JSON has it: one that is no number, or without bound, is null."""
+    """Return a value as JSON has it: one that is no number, or without bound, is null."""
     return value if math.isfinite(value) else None
 
 

@@ -219,7 +219,7 @@ class _Gate:
             writer.write(
                 self.files.write_fingerprints,
                 asked=settings_of(self.options),
-                checkpoint=checkpoint_identity(path),
+                checkpoint=checkpoint_identity(path, data=self.options.data),
                 stack=stack_of(self.device),
                 command=self.command,
             )
@@ -231,7 +231,7 @@ class _Gate:
         against = Against.read(
             self.files.against,
             asked=settings_of(self.options),
-            checkpoint=checkpoint_identity(workshop.path),
+            checkpoint=checkpoint_identity(workshop.path, data=self.options.data),
             stack=stack_of(self.device),
         )
         self.watch.phase("loading the streamed arm")
