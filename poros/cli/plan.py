@@ -57,6 +57,12 @@ def plan(
     fused: Annotated[
         bool, typer.Option("--fused", metavar="", help="AdamW is fused, as in HF Trainer.")
     ] = False,
+    loss_chunk: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens with logits at a time, with poros.chunked_loss.", show_default="all"
+        ),
+    ] = None,
     card: Annotated[
         str | None,
         typer.Option(help=f"Take the rates measured on a card: {', '.join(CARDS)}."),
@@ -96,6 +102,7 @@ def plan(
             _one_of(optimizer_state, "optimizer_state", ("device", "host")),
         ),
         fused=fused,
+        loss_chunk=loss_chunk,
     )
     vram = None if vram_budget is None else parse_size(vram_budget, what="--vram-budget")
     room = None if ram is None else parse_size(ram, what="--ram")
@@ -242,7 +249,7 @@ def _verdict(plan: RunPlan) -> list[Text]:
             )
         )
     if plan.longest is not None:
-        lines.append(Text(f"The longest sequence that fits has {plan.longest} tokens."))
+        lines.append(Text(f"The longest sequence that fits so has {plan.longest} tokens."))
     if plan.advice is not None:
         lines.append(Text(_ADVICE[plan.advice], style="yellow"))
     return lines
@@ -256,6 +263,10 @@ def _changes(asked: RunSettings, option: RunSettings) -> str:
         found.append(f"block_size={option.block_size}")
     if option.graphs != asked.graphs:
         found.append("graphs='off'")
+    if option.loss_chunk != asked.loss_chunk:
+        found.append(
+            f"poros.chunked_loss(chunk={option.loss_chunk}), a loss whose bits are its own"
+        )
     return ", ".join(found)
 
 

@@ -5,6 +5,7 @@ Not to be confused with ``poros_core.plan``, the block plan of a model that is t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from poros_core.configs import read_config
 from poros_core.errors import CheckpointError, SettingsError
 from poros_core.planner.headers import Headers, hub_headers, local_headers
 from poros_core.planner.memory import Memory, device_memory, host_memory, resident_memory
-from poros_core.planner.settings import RunSettings
+from poros_core.planner.settings import CHUNK, RunSettings
 from poros_core.planner.step_time import Rates, StepTime, step_time
 from poros_core.planner.weights import Weights, sort_weights
 from poros_core.plugins import plugins
@@ -225,15 +226,19 @@ def _options(model: Model, run: RunSettings) -> Iterator[RunSettings]:
     yield run
     seen = {run}
     layers = len(model.weights.layers)
-    for graphs in dict.fromkeys((run.graphs, False)):
-        for state in dict.fromkeys((run.optimizer_state, "host")):
-            for size in dict.fromkeys((run.block_size, 2, 4, 8)):
-                if size > layers or size < run.block_size:
-                    continue
-                option = attrs.evolve(run, graphs=graphs, optimizer_state=state, block_size=size)
-                if option not in seen:
-                    seen.add(option)
-                    yield option
+    for chunk, graphs, state, size in itertools.product(
+        (run.loss_chunk, run.loss_chunk or CHUNK),
+        (run.graphs, False),
+        (run.optimizer_state, "host"),
+        (run.block_size, 2, 4, 8),
+    ):
+        if run.block_size <= size <= layers and (chunk is None or chunk < run.tokens):
+            option = attrs.evolve(
+                run, loss_chunk=chunk, graphs=graphs, optimizer_state=state, block_size=size
+            )
+            if option not in seen:
+                seen.add(option)
+                yield option
 
 
 def _fits(model: Model, run: RunSettings, vram: int | None, ram: int | None) -> bool:

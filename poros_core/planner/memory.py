@@ -220,7 +220,7 @@ def _moments(
     lent = run.optimizer_state == "host" and _ADAM * adapters <= arena
     start = {"boundaries": boundaries, "gradients": collected}
     return {
-        "loss": {**start, "logits": run.tokens * weights.vocabulary * logit},
+        "loss": {**start, "logits": run.tokens_with_logits * weights.vocabulary * logit},
         "backward": start if sum(start.values()) > gradients else {"gradients": gradients},
         "optimizer": {
             "optimizer": 0 if lent else _ADAM * adapters,

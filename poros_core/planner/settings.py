@@ -6,12 +6,16 @@ import re
 from typing import Any, Literal
 
 import attrs
-from attrs import field, frozen
+from attrs import field, frozen, validators
 
 from poros_core.errors import SettingsError
 from poros_core.planner.weights import Precision
 
-__all__ = ["RunSettings", "parse_rate", "parse_size"]
+__all__ = ["CHUNK", "RunSettings", "parse_rate", "parse_size"]
+
+CHUNK = 1024
+"""Tokens in a chunk of ``poros.chunked_loss``; as in ``poros_core.chunked_loss``, which needs
+torch. A test holds the two together."""
 
 _UNITS = {
     **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
@@ -39,6 +43,8 @@ class RunSettings:
         optimizer_state: where AdamW's two tensors are between steps.
         fused: whether AdamW is the fused one, as HF Trainer's is; torch's default needs a temporary
             of the adapters' size.
+        loss_chunk: tokens that have logits at a time with ``poros.chunked_loss``; None means all,
+            with the model's own loss.
     """
 
     precision: Precision = "nf4"
@@ -50,11 +56,17 @@ class RunSettings:
     graphs: bool = True
     optimizer_state: Literal["device", "host"] = "device"
     fused: bool = False
+    loss_chunk: int | None = field(default=None, validator=validators.optional(_positive))
 
     @property
     def tokens(self) -> int:
         """Tokens per micro-batch."""
         return self.seq_len * self.batch
+
+    @property
+    def tokens_with_logits(self) -> int:
+        """Tokens that have logits at a time."""
+        return self.tokens if self.loss_chunk is None else min(self.tokens, self.loss_chunk)
 
 
 def parse_size(text: str, *, what: str) -> int:
