@@ -97,6 +97,7 @@ def figures_of(
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "peak_device_bytes": memory.peak,
+        "peak_device_bound_bytes": memory.bound(),
         "allocated_between_steps_bytes": torch.cuda.memory_allocated() if cuda else None,
     }
     rise = {name: last[name] - first[name] for name in first}

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import cost_loop
 import torch
+from attrs import evolve
 from cost_models import Refused, build, compute_device
-from cost_work import Work
+from cost_work import CARD, Work
 from device_figures import DeviceMemory, cap_memory, used_before
 
 import poros
 from poros_core.gate.stack import stack_of
+
+LOADING = "while loading"
+TRAINING = "while training"
 
 
 def outcome(work: Work, path: Path | None) -> dict[str, Any]:
@@ -26,7 +31,8 @@ def outcome(work: Work, path: Path | None) -> dict[str, Any]:
     except (Refused, poros.PorosError) as error:
         found = {"outcome": "refused", "error": str(error)}
     except torch.OutOfMemoryError as error:
-        found = {"outcome": "out of memory", "error": str(error).splitlines()[0]}
+        where = getattr(error, "__notes__", [TRAINING])[0]
+        found = {"outcome": "out of memory", "error": f"{where}: {str(error).splitlines()[0]}"}
     return {**found, "stack": stack_of(compute_device())}
 
 
@@ -50,8 +56,12 @@ def measure(work: Work, path: Path | None) -> dict[str, Any]:
     if cuda and work.cap_bytes is not None:
         cap = cap_memory(device, cap=work.cap_bytes, reserve=work.cap_reserve_bytes)
     start = time.perf_counter()
-    with memory.watching():
-        model = build(work, path, device)
+    try:
+        with memory.watching():
+            model = build(_with_budget(work, cap), path, device)
+    except torch.OutOfMemoryError as error:
+        error.add_note(LOADING)
+        raise
     memory.look()
     building = {
         "build_seconds": time.perf_counter() - start,
@@ -74,6 +84,17 @@ def measure(work: Work, path: Path | None) -> dict[str, Any]:
         "card": cap,
         "stack": stack_of(device),
     }
+
+
+def _with_budget(work: Work, card: Mapping[str, Any] | None) -> Work:
+    """Settle a budget of ``"card"``: what the emulated card leaves to the allocator."""
+    if work.vram_budget != CARD:
+        return work
+    if card is None:
+        raise poros.GateError(
+            f"--vram-budget {CARD} is an emulated card's, so it needs --cap-bytes and a GPU."
+        )
+    return evolve(work, vram_budget=card["allocator_limit_bytes"])
 
 
 def _clear(cuda: bool) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cost_work import Work
+from cost_work import Work, bf16_bytes
 
 import poros
 from poros_core.gate.random_checkpoint import write_random_checkpoint
+from poros_core.machine import available_memory
 
 _ALPHA = 2
 
@@ -117,6 +118,11 @@ def _accelerate(work: Work, path: Path | None, device: torch.device) -> Any:
 
     if work.precision == "nf4":
         _ask_transformers(work)
+    needed, free = bf16_bytes(work.subject()), available_memory()
+    if free is not None and needed > free:
+        raise Refused(
+            f"the base takes {needed / 1e9:.0f} GB of host memory, and {free / 1e9:.0f} GB are free"
+        )
     model = _with_adapters(work, _base(work, path, device, home="host"))
     _checkpoint(model)
     for param in model.parameters():

@@ -24,7 +24,9 @@ MEMORY_METHOD = (
     "step on. peak_device_bytes: memory in use on the whole GPU, context and graphs included, the "
     "highest of total less free (cudaMemGetInfo) after every step and of the driver's own count "
     "(NVML, where it is there), sampled every 10 ms while building and in every step that is not "
-    "timed; nobody else used the GPU. device_bytes_before: the same count as the process found it."
+    "timed; nobody else used the GPU. peak_device_bound_bytes: the allocator's peak of reserved "
+    "memory and what was in use beside it at the end, which the peak cannot exceed. "
+    "device_bytes_before: the driver's count as the process found it."
 )
 
 LINK_METHOD = (

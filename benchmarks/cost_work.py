@@ -12,6 +12,7 @@ from cost_texts import WEIGHTS
 from poros_core.gate.options import GateOptions, Subject, subject_of
 
 METHODS = ("poros", "peft", "peft-checkpointing", "accelerate-offload", "unsloth")
+CARD = "card"
 _LARGEST_ON_DISK = 16e9
 
 
@@ -35,7 +36,8 @@ class Work:
         optimizer_state: ``"device"``, or ``"host"`` between steps.
         graphs: Poros' setting.
         block_size: Poros' setting.
-        vram_budget: Poros' setting: None, bytes, or text such as ``"16GB"`` or ``"auto"``.
+        vram_budget: Poros' setting: None, bytes, or text such as ``"16GB"`` or ``"auto"``;
+            ``"card"`` is what an emulated card leaves to the allocator.
         prepare: further settings of ``poros.prepare``.
         chunk: tokens of a chunk of the loss; None means the model's own loss.
         data: a file of tokenised records, trained on with HF Trainer; None means random tokens in
@@ -98,9 +100,7 @@ class Work:
 
     def draws_directly(self) -> bool:
         """Whether weights are drawn in place."""
-        return (
-            _bf16_bytes(self.subject()) > _LARGEST_ON_DISK if self.direct is None else self.direct
-        )
+        return bf16_bytes(self.subject()) > _LARGEST_ON_DISK if self.direct is None else self.direct
 
     def settings(self) -> dict[str, Any]:
         """Return what a record says of how the method was set."""
@@ -119,7 +119,7 @@ class Work:
         return common
 
 
-def _bf16_bytes(subject: Subject) -> int:
+def bf16_bytes(subject: Subject) -> int:
     """Return roughly what a checkpoint in bf16 takes."""
     text = subject.text_config
     hidden, layers = int(text["hidden_size"]), int(text["num_hidden_layers"])

@@ -108,6 +108,15 @@ class DeviceMemory:
         """Highest that was seen since ``restart``, in bytes, or None on a CPU."""
         return self._high if self._cuda else None
 
+    def bound(self) -> int | None:
+        """Return what the peak cannot have been above: the allocator's peak of reserved memory, and
+        all that is in use beside the allocator now. None on a CPU."""
+        now = self.now()
+        if now is None:
+            return None
+        beside = now - torch.cuda.memory_reserved(self._device)
+        return max(self._high, beside + torch.cuda.max_memory_reserved(self._device))
+
     @property
     def sampled(self) -> bool:
         """Whether the driver is asked between the looks too."""

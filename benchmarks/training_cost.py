@@ -91,7 +91,11 @@ SETTINGS: Mapping[str, Callable[[str], Any]] = {
 
 
 def arguments(
-    argv: Sequence[str] | None = None, *, about: str | None = __doc__, data: bool = False
+    argv: Sequence[str] | None = None,
+    *,
+    about: str | None = __doc__,
+    data: bool = False,
+    cards: bool = False,
 ) -> argparse.Namespace:
     """Read the command line.
 
@@ -99,12 +103,15 @@ def arguments(
         argv: without the script's name; None means this process's own.
         about: what the help says.
         data: whether there is a file of records, and the loop is a Trainer's.
+        cards: whether there are cards to emulate.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if data:
         parser.add_argument("--data", help="tokenised records: ids, offsets and prompt_len")
+    if cards:
+        parser.add_argument("--cards", help="their sizes in GB, separated by commas")
     parser.add_argument("--family", default="qwen2")
     parser.add_argument("--shape", help="a shape of the family, such as 7b")
     parser.add_argument("--methods", default="poros,peft-checkpointing", help=", ".join(METHODS))
@@ -273,7 +280,8 @@ def record_of(
     streamed = rest.get("bytes_streamed_per_step")
     floor = streamed / link if streamed and link else None
     median = (rest.get("step_seconds") or {}).get("median")
-    device = rest.get("peak_device_bytes")
+    devices = [rest.get("peak_device_bytes"), rest.get("build_peak_device_bytes")]
+    device = max((nbytes for nbytes in devices if nbytes), default=None)
     figures: dict[str, Any] = dict.fromkeys(
         (
             *("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_seconds"),

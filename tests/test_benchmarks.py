@@ -28,7 +28,7 @@ def bench() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(BENCHMARKS))
     names = (
         *("training_cost", "cost_work", "cost_measure", "cost_table", "direct_weights"),
-        *("real_loop", "step_profile", "trace_reading", "plots"),
+        *("real_loop", "step_profile", "trace_reading", "plots", "emulated_cards"),
     )
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -225,6 +225,46 @@ def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
     assert raw["eager_blocks"] == 10 * 2
     assert len(list((tmp_path / "out").glob("real-loop-*.json"))) == 3
     assert "pad_to_multiple_of=8" in capsys.readouterr().out
+
+
+def test_cards_are_emulated_for_every_method(bench: Any) -> None:
+    methods = bench.emulated_cards.methods_on_cards("poros:vram-budget=card,peft", "6,8.5")
+    todo = cost(bench, "--methods", methods)
+    assert [work.cap_bytes for work in todo] == [6_000_000_000] * 2 + [8_500_000_000] * 2
+    assert [work.vram_budget for work in todo] == ["card", None] * 2
+    settle = bench.cost_measure._with_budget
+    assert settle(todo[0], {"allocator_limit_bytes": 5}).vram_budget == 5
+    assert settle(todo[1], None) is todo[1]
+    found = here(bench)(todo[0], None)
+    assert found["outcome"] == "failed"
+    assert "needs --cap-bytes and a GPU" in found["error"]
+    common = {"outcome": "trained", "step_seconds": {"median": 0.7}, "within_cap": True}
+    records = [
+        point(**common, settings={"cap_bytes": 6_000_000_000, "vram_budget": "card"}),
+        point(**{**common, "within_cap": False}, settings={"cap_bytes": 8_000_000_000}),
+        point("peft", outcome="out of memory", settings={"cap_bytes": 6_000_000_000}),
+    ]
+    head, *rows = bench.emulated_cards.cards_table(records).splitlines()
+    assert head.split() == ["6", "GB", "8", "GB"]
+    assert [row.split() for row in rows] == [
+        ["poros", "nf4", "card", "0.700", "s", "-"],
+        ["poros", "nf4", "-", "0.700", "s,", "over"],
+        ["peft", "nf4", "out", "of", "memory", "-"],
+    ]
+
+
+def test_out_of_memory_says_when(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = cost(bench, "--methods", "poros")[0]
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+    monkeypatch.setattr(bench.cost_measure.cost_loop, "train", full)
+    found = here(bench)(work, None)
+    assert found["outcome"] == "out of memory"
+    assert found["error"] == "while training: CUDA out of memory. Tried to allocate"
+    monkeypatch.setattr(bench.cost_measure, "build", full)
+    assert here(bench)(work, None)["error"].startswith("while loading: CUDA out of memory")
 
 
 def event(category: str, start: float, end: float, name: str = "") -> dict[str, Any]:
