@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 OLDEST := $(VENV)/oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 
-.PHONY: demo test oldest lint format clean
+.PHONY: demo test oldest lint format tables clean
 
 demo: $(STAMP)
 	$(BIN)/poros demo
@@ -30,6 +30,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+tables: $(STAMP)
+	$(BIN)/python benchmarks/validation_tables.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
