@@ -31,6 +31,8 @@ CHUNK = 1024
 a vocabulary of 152k."""
 
 _MARK = "_poros_chunked_loss"
+_TILED = "fused_lm_head"
+"""What TRL's trainers call a model with whose head they take in tiles."""
 
 
 def chunked_cross_entropy(
@@ -113,7 +115,8 @@ def chunked_loss(model: nn.Module, *, chunk: int = CHUNK) -> ChunkedLoss:
     Works on any Transformers causal language model, wrapped by PEFT or not, prepared by Poros or
     not, before or after it is prepared, and in any loop: ``model(**batch).loss``, ``Trainer``,
     gradient accumulation with ``num_items_in_batch``, autocast. While it is on, outputs of a call
-    with labels have no ``logits`` (None); a call without labels is the model's own.
+    with labels have no ``logits`` (None); a call without labels is the model's own. TRL's trainers
+    take the head in tiles by themselves, and their loss is left to them.
 
     Use it as a context, or call ``remove()`` on what is returned::
 
@@ -170,6 +173,14 @@ class ChunkedLoss:
         self._chunk = chunk
         self._found = base.__dict__.get("forward")
         self._signature = inspect.signature(base.forward)
+        self._extra = next(
+            (
+                name
+                for name, parameter in self._signature.parameters.items()
+                if parameter.kind is inspect.Parameter.VAR_KEYWORD
+            ),
+            "",
+        )
         self._original: Callable[..., Any] = base.forward
         config = base.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -178,6 +189,7 @@ class ChunkedLoss:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._forward(args, kwargs)
 
+        self._wrapper = forward
         base.__dict__["forward"] = forward
         base.__dict__[_MARK] = self
 
@@ -188,10 +200,16 @@ class ChunkedLoss:
         self.remove()
 
     def remove(self) -> None:
-        """Put the model's own loss back. Does nothing the second time."""
+        """Put the model's own loss back. Does nothing the second time.
+
+        If somebody has wrapped the model's ``forward`` since, theirs stays, and calls through to
+        the model's own.
+        """
         if self._base.__dict__.get(_MARK) is not self:
             return
         del self._base.__dict__[_MARK]
+        if self._base.__dict__.get("forward") is not self._wrapper:
+            return
         if self._found is None:
             del self._base.__dict__["forward"]
         else:
@@ -199,8 +217,10 @@ class ChunkedLoss:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = self._signature.bind(*args, **kwargs)
+        extra = given.arguments.get(self._extra, {})
         labels = given.arguments.get("labels")
-        if labels is None:
+        removed = self._base.__dict__.get(_MARK) is not self
+        if removed or labels is None or kwargs.get(_TILED):
             return self._original(*args, **kwargs)
         if not _is_nothing(given.arguments.get("logits_to_keep")):
             raise SettingsError(
@@ -218,7 +238,6 @@ class ChunkedLoss:
                 "way that a chunked loss does not repeat. Call poros.chunked_cross_entropy() in "
                 "the loop, or leave it out."
             )
-        extra = given.arguments.get("kwargs", {})
         shifted = extra.get("shift_labels")
         loss = chunked_cross_entropy(
             hidden,

@@ -190,6 +190,61 @@ def test_a_model_is_put_back_and_prepared_afterwards_too() -> None:
     assert model(**batch()).logits.shape == (2, 11, VOCABULARY)
 
 
+def test_a_wrapper_that_came_later_stays() -> None:
+    model = base()
+    given = batch()
+    plain_loss = model(**given).loss
+    handle = poros.chunked_loss(model, chunk=8)
+    inner = model.forward
+    calls: list[int] = []
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    model.forward = later
+    assert model(**given).logits is None
+    handle.remove()
+    again = model(**given)
+    assert len(calls) == 2
+    assert torch.equal(again.loss, plain_loss)
+    assert again.logits is not None
+
+
+def test_trl_keeps_its_own_loss(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from poros_core.demo_model import demo_tokenizer
+
+    def loss(before: bool, after: bool) -> list[float]:
+        model = adapted(lora_dropout=0.0)
+        settings = SFTConfig(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+        )
+        rows = Dataset.from_list([{"input_ids": row.tolist()} for row in batch()["input_ids"]])
+        first = [poros.chunked_loss(model, chunk=8)] if before else []
+        trainer = SFTTrainer(model, settings, train_dataset=rows, processing_class=demo_tokenizer())
+        second = [poros.chunked_loss(model, chunk=8)] if after else []
+        trainer.train()
+        for handle in [*first, *second]:
+            handle.remove()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    wanted = loss(False, False)
+    assert wanted
+    assert loss(True, False) == wanted
+    assert loss(False, True) == wanted
+
+
 def test_calls_without_labels_are_the_models_own() -> None:
     model = base().eval()
     given = batch()
