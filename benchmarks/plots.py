@@ -62,11 +62,12 @@ def read(folder: Path) -> list[Record]:
 def _budget(record: Record) -> float | None:
     """Return the budget in GB (1e9 bytes): the setting, or the card that was emulated."""
     settings = record["settings"]
-    given = settings.get("vram_budget") or settings.get("cap_bytes")
+    given = settings.get("vram_budget")
     if isinstance(given, str):
         number = given.upper().removesuffix("GB").strip()
-        return float(number) if number.replace(".", "", 1).isdigit() else None
-    return None if given is None else given / 1e9
+        given = float(number) * 1e9 if number.replace(".", "", 1).isdigit() else None
+    nbytes = given or settings.get("cap_bytes")
+    return None if nbytes is None else nbytes / 1e9
 
 
 def _subject(record: Record) -> str:
@@ -109,11 +110,15 @@ def _is(**wanted: Any) -> Callable[[Record], bool]:
 
 def budget_panels(records: Sequence[Record]) -> list[Panel]:
     """Peak and step time against budget."""
-    ours = [record for record in records if record["method"] == "poros"]
+
+    def name(record: Record) -> str:
+        card = record["settings"].get("cap_bytes") is not None
+        return f"{_subject(record)}, {record['method']}{', emulated cards' if card else ''}"
+
     x = "budget, GB"
     return [
-        Panel(x, "peak on the device, GB", lines_of(ours, name=_subject, x=_budget, y=_peak)),
-        Panel(x, "step, s", lines_of(ours, name=_subject, x=_budget, y=_step)),
+        Panel(x, "peak on the device, GB", lines_of(records, name=name, x=_budget, y=_peak)),
+        Panel(x, "step, s", lines_of(records, name=name, x=_budget, y=_step)),
     ]
 
 

@@ -346,8 +346,15 @@ def test_plots_read_what_belongs_on_a_line(bench: Any) -> None:
         point(settings={"vram_budget": "8GB"}, peak_device_bytes=7.5e9),
     ]
     peak, step = bench.plots.budget_panels(budgets)
-    assert peak.lines == [bench.plots.Line("32B NF4", [(8.0, 7.5), (16.0, 6.0)])]
+    assert peak.lines == [bench.plots.Line("32B NF4, poros", [(8.0, 7.5), (16.0, 6.0)])]
     assert step.lines[0].points == [(8.0, 0.6), (16.0, 0.5)]
+    cards = [
+        point(method, settings={"vram_budget": "card", "cap_bytes": card})
+        for method in ("poros", "peft")
+        for card in (6_000_000_000, 8_000_000_000)
+    ]
+    names = [line.name for line in bench.plots.budget_panels(cards)[0].lines]
+    assert names == ["32B NF4, peft, emulated cards", "32B NF4, poros, emulated cards"]
     lengths = [
         *(point(seq_len=n, run_id=f"{n}", step_over_floor=n / 1000) for n in (512, 2048)),
         point("peft-checkpointing", seq_len=512, run_id="512", step_seconds={"median": 1.2}),
