@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -17,11 +18,14 @@ from safetensors.torch import load_file
 from poros.cli import main
 from poros_core.errors import GateError
 from poros_core.gate import GateOptions
+from poros_core.gate import options as gate_options
 from poros_core.gate.arms import Arm, Workshop
 from poros_core.gate.card import BEGIN, END, check_card, write_card
 from poros_core.gate.html_report import html_report
 from poros_core.gate.layers import cut_checkpoint, leading
 from poros_core.gate.meaning import proof
+from poros_core.gate.options import subject_of
+from poros_core.gate.packed_checkpoint import write_packed_checkpoint
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.record import GateResult
 from poros_core.gate.run import GateFiles, run_gate
@@ -136,6 +140,66 @@ def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.verdict, result.record["layers"]) == ("exact", {"trained": 2, "of": 4})
     with pytest.raises(GateError, match="Use --layers fit for as many leading layers as fit"):
         run_gate(attrs.evolve(SHORT, layers=3))
+
+
+# random weights that are written quantised
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"), [("qwen2", "tiny"), ("gemma3", "tiny-multimodal")], ids=str
+)
+def test_rolled_weights_are_those_of_a_quantised_model(
+    family: str, shape: str, tmp_path: Path
+) -> None:
+    options = GateOptions(family=family, shape=shape, weights="rolled")
+    workshop = Workshop(options=options, subject=subject_of(options), path=tmp_path, device=CPU)
+    plain, saved, rolled = (tmp_path / name for name in ("plain", "saved", "rolled"))
+    rolled.mkdir()
+    config = workshop.subject.config
+    write_random_checkpoint(config, plain, seed=0, dtype=torch.bfloat16, device=CPU)
+    model: Any = workshop.plain(plain)
+    model.save_pretrained(saved)
+    write_packed_checkpoint(config, rolled, seed=0, device=CPU, load=workshop.plain)
+    expected, found = tensors_of(saved), tensors_of(rolled)
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == shapes
+    first = next(n for n in found if "layers.0.mlp.up_proj.weight" in n and "vision" not in n)
+    for name in (first, f"{first}.absmax", first.replace("mlp.up_proj", "input_layernorm")):
+        if name not in found:
+            continue
+        layers = [found[name.replace("layers.0.", f"layers.{i}.")] for i in range(4)]
+        assert torch.equal(layers[0], expected[name])
+        assert all(not torch.equal(a, b) for a, b in itertools.combinations(layers, 2))
+        # all of a kind hold the same values in another order
+        same = [torch.equal(a.flatten().sort()[0], layers[0].flatten().sort()[0]) for a in layers]
+        assert same.count(True) >= 3
+
+
+def test_a_gate_on_rolled_weights_is_exact() -> None:
+    result = run_gate(attrs.evolve(SHORT, layers=3, weights="rolled"))
+    assert (result.verdict, result.record["settings"]["weights"]) == ("exact", "rolled")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "bf16"}, "is for quantised bases"),
+        ({"family": "gemma4", "shape": "tiny-e2b", "layers": None}, "layers share tensors"),
+        ({"shape": None, "model": "x/y", "seq_len": 8}, "--model has its own"),
+    ],
+)
+def test_weights_that_cannot_be_rolled(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = SHAPES["qwen2", "tiny"]
+    monkeypatch.setattr(gate_options, "read_config", lambda model: whole)
+    with pytest.raises(GateError, match=message):
+        run_gate(attrs.evolve(SHORT, weights="rolled", **changes))
 
 
 # fingerprints

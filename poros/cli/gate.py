@@ -56,6 +56,12 @@ def gate(
     model: Annotated[
         str | None, typer.Option(help="A checkpoint folder or Hub id, instead of a shape.")
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Random weights: every layer 'drawn', or most a 'rolled' copy, quantised on disk."
+        ),
+    ] = "drawn",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 20,
     seq_len: Annotated[
         int | None,
@@ -269,6 +275,7 @@ def gate(
             "family": family,
             "shape": shape,
             "model": model,
+            "weights": weights,
             "steps": steps,
             "seq_len": seq_len,
             "batch": batch,

@@ -210,20 +210,24 @@ class Workshop:
         quantised = self.options.precision != "bf16"
         return torch.float32 if quantised and self.device.type == "cpu" else None
 
-    def resident(self, name: str) -> Arm:
-        """Build an arm that Poros does not touch: plain Transformers and PEFT."""
+    def plain(self, path: Path) -> nn.Module:
+        """Load a checkpoint as a user would without Poros."""
         request = LoadRequest(
-            path=self.path,
+            path=path,
             family=self.subject.family,
             device=self.device,
             dtype=self.dtype,
             from_pretrained=self._overrides(),
         )
         strategy = choose_strategy(self.options.precision, self.options.load_strategy, request)
+        return strategy.load_resident(request)
+
+    def resident(self, name: str) -> Arm:
+        """Build an arm that Poros does not touch: plain Transformers and PEFT."""
         meter = Meter(self.device)
         with meter.building():
             torch.manual_seed(self.options.seed)
-            model = strategy.load_resident(request)
+            model = self.plain(self.path)
             return self._arm(name, self._with_adapters(model), meter)
 
     def streamed(self) -> tuple[Arm, PlantedFault | PlantedDefect | None]:

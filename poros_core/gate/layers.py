@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from poros_core.errors import GateError
+from poros_core.gate.raw_tensors import RawFile, write_index, write_raw
 
-__all__ = ["cut_checkpoint", "leading"]
+__all__ = ["cut_checkpoint", "layer_match", "leading"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TOWER = re.compile(r"(?:^|[._])(?:vision|visual|audio)(?:[._]|$)")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """Keys of a config whose list has one entry per layer."""
-_CHUNK = 1 << 24
 
 
 def leading(config: Mapping[str, Any], layers: int) -> Mapping[str, Any]:
@@ -77,68 +76,26 @@ def cut_checkpoint(source: Path, target: Path, *, config: Mapping[str, Any], who
         raise GateError(f"'{source}' holds no safetensors file. Fetch the checkpoint again.")
     weight_map: dict[str, str] = {}
     for file in files:
-        kept = _cut_file(file, target / file.name, layers=layers)
+        raw = RawFile.open(file)
+        kept = {name: entry for name, entry in raw.entries.items() if _stays(name, layers)}
+        if kept:
+            write_raw(target / file.name, kept, raw.chunks)
         weight_map.update(dict.fromkeys(kept, file.name))
-    found = {int(m[1]) for n in weight_map if (m := _layer(n)) is not None}
+    found = {int(m[1]) for n in weight_map if (m := layer_match(n)) is not None}
     if found != set(range(min(layers, whole))):
         raise GateError(
             f"--layers: '{source}' names its decoder layers in a way that is not known "
             "(no 'layers.0.' ...), so its first layers cannot be told. Leave --layers out."
         )
-    index = {"metadata": {}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    write_index(target, weight_map)
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _layer(name: str) -> re.Match[str] | None:
+def layer_match(name: str) -> re.Match[str] | None:
+    """Return where a tensor's name has the number of its decoder layer; None if it is of none."""
     return None if _TOWER.search(name) else _LAYER.search(name)
 
 
-def _cut_file(source: Path, target: Path, *, layers: int) -> list[str]:
-    """Copy the tensors of a file that stay; return their names. Writes nothing if none does."""
-    try:
-        with source.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
-            start = 8 + length
-            metadata = header.pop("__metadata__", {"format": "pt"})
-            kept = {n: e for n, e in header.items() if _stays(n, layers)}
-            if kept:
-                _write(file, start, target, kept, metadata)
-    except (OSError, ValueError, struct.error) as error:
-        raise GateError(f"'{source}' cannot be read: {error}. Fetch the file again.") from error
-    return list(kept)
-
-
 def _stays(name: str, layers: int) -> bool:
-    found = _layer(name)
+    found = layer_match(name)
     return found is None or int(found[1]) < layers
-
-
-def _write(
-    file: BinaryIO, start: int, target: Path, kept: Mapping[str, Any], metadata: Mapping[str, str]
-) -> None:
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, entry in kept.items():
-        size = entry["data_offsets"][1] - entry["data_offsets"][0]
-        header[name] = {**entry, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with target.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for entry in kept.values():
-            for chunk in _chunks(file, start, *entry["data_offsets"]):
-                out.write(chunk)
-
-
-def _chunks(file: BinaryIO, start: int, begin: int, end: int) -> Iterator[bytes]:
-    file.seek(start + begin)
-    left = end - begin
-    while left:
-        chunk = file.read(min(left, _CHUNK))
-        if not chunk:
-            raise ValueError("it ends early")
-        left -= len(chunk)
-        yield chunk

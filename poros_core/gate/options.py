@@ -81,6 +81,9 @@ class GateOptions:
         family: name of the family whose shape is used, or that the model must be of.
         shape: a shape of that family; seeded random weights are written at it.
         model: a checkpoint folder, or a hub id, instead of a shape.
+        weights: how a shape's random weights are made: every layer ``"drawn"`` and written in bf16,
+            or written quantised, most layers a ``"rolled"`` copy of a drawn one, for shapes whose
+            bf16 weights are too large.
         steps: optimizer steps.
         seq_len: tokens per sequence at most; None means 32 for a tiny shape, else 512.
         batch: sequences per micro-batch; None means 2 for a tiny shape, else 1.
@@ -109,6 +112,9 @@ class GateOptions:
     family: str | None = None
     shape: str | None = None
     model: str | None = None
+    weights: Literal["drawn", "rolled"] = field(
+        default="drawn", validator=_one_of("drawn", "rolled")
+    )
     steps: int = field(default=20, validator=_at_least(1))
     seq_len: int | None = field(default=None, validator=_at_least(4))
     batch: int | None = field(default=None, validator=_at_least(1))
@@ -244,6 +250,8 @@ def _check(options: GateOptions, subject: Subject) -> None:
         raise GateError(
             "--backward joint takes one backward for several forwards: give --accumulate 2 or more."
         )
+    if options.weights == "rolled" and options.model is not None:
+        raise GateError("--weights rolled makes random weights, and --model has its own.")
     if options.plant is not None and options.plant_fault:
         raise GateError("Give either --plant or --plant-fault, which is --plant flipped-bit.")
     strategy = "streamed" if options.load_strategy == "auto" else options.load_strategy

@@ -250,6 +250,7 @@ def _settings(options: GateOptions, arm: Arm) -> dict[str, Any]:
     return {
         **attrs.asdict(options.settings),
         "optimizer_state": options.optimizer_state,
+        "weights": None if options.model is not None else options.weights,
         "dtype": str(base.dtype).removeprefix("torch."),
         "attention": base.config._attn_implementation,
         "optimizer": "AdamW",

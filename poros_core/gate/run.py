@@ -30,6 +30,7 @@ from poros_core.gate.lockstep import (
 )
 from poros_core.gate.modes import applied
 from poros_core.gate.options import FIT, GateOptions, Subject, subject_of
+from poros_core.gate.packed_checkpoint import write_packed_checkpoint
 from poros_core.gate.progress import Progress
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.record import AgainstWhat, GateResult, Run, make_record
@@ -156,16 +157,15 @@ class _Gate:
             _few_threads(self.subject),
             tempfile.TemporaryDirectory(prefix="poros-gate-") as folder,
         ):
-            path = _checkpoint(
-                self.options, self.subject, Path(folder), device=self.device, watch=self.watch
+            workshop = Workshop(
+                options=self.options, subject=self.subject, path=Path(folder), device=self.device
             )
+            path = _checkpoint(workshop, Path(folder), watch=self.watch)
+            workshop = attrs.evolve(workshop, path=path)
             batches = make_batches(
                 self.subject, data=self.options.data, seed=self.options.seed, device=self.device
             )
             first = next(batches)
-            workshop = Workshop(
-                options=self.options, subject=self.subject, path=path, device=self.device
-            )
             run = self._against if self.files.against is not None else self._lockstep
             return run(workshop, _chained(first, batches))
 
@@ -277,9 +277,9 @@ class _Gate:
         return losses, counters
 
 
-def _checkpoint(
-    options: GateOptions, subject: Subject, folder: Path, *, device: torch.device, watch: Observer
-) -> Path:
+def _checkpoint(workshop: Workshop, folder: Path, *, watch: Observer) -> Path:
+    """Return the checkpoint's folder; what has to be written goes to ``folder``."""
+    options, subject, device = workshop.options, workshop.subject, workshop.device
     if options.model is not None:
         source = local_folder(options.model)
         if subject.depth == subject.whole:
@@ -288,6 +288,13 @@ def _checkpoint(
         cut_checkpoint(source, folder, config=subject.config, whole=subject.whole)
         return folder
     watch.phase(f"writing random weights at shape {subject.shape}")
+    if options.weights == "rolled":
+        target = folder / "rolled"
+        target.mkdir()
+        write_packed_checkpoint(
+            subject.config, target, seed=options.seed, device=device, load=workshop.plain
+        )
+        return target
     write_random_checkpoint(
         subject.config, folder, seed=options.seed, dtype=torch.bfloat16, device=device
     )
