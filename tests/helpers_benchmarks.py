@@ -1,0 +1,39 @@
+"""The benchmark scripts' modules, found as the scripts find each other, and their command line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+_MODULES = (
+    *("training_cost", "cost_work", "cost_measure", "cost_table", "direct_weights", "real_loop"),
+    *("step_profile", "trace_reading", "plots", "emulated_cards", "device_figures"),
+)
+
+
+@contextmanager
+def scripts() -> Iterator[SimpleNamespace]:
+    """Give the modules, by name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in _MODULES})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def cost(bench: Any, *argv: str) -> list[Any]:
+    line = ["--shape", "tiny", "--direct", "yes", "--steps", "10", "--warmup", "1", *argv]
+    found: list[Any] = bench.training_cost.works(bench.training_cost.arguments(line))
+    return found
+
+
+def here(bench: Any) -> Any:
+    """Return what measures in this process, so that a test imports torch once."""
+    return lambda work, path: json.loads(json.dumps(bench.cost_measure.outcome(work, path)))
