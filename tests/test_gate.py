@@ -125,9 +125,9 @@ def test_the_record_shows_that_every_layer_streamed(exact: GateResult) -> None:
         {"settings": Settings(block_size=3)},
         {"settings": Settings(block_size="all"), "precision": "bf16"},
         {"shape": "tiny-sliding", "batch": 1, "settings": Settings(block_size=2)},
-        {"load_strategy": "standard", "seed": 3},
+        {"load_strategy": "standard", "seed": 3, "checkpointing": True},
     ],
-    ids=["blocks of three", "one block, bf16", "sliding window", "standard load"],
+    ids=["blocks of three", "one block, bf16", "sliding window", "standard load, checkpointing"],
 )
 def test_exact_with_other_settings(changes: dict[str, Any]) -> None:
     result = run_gate(options(**changes))

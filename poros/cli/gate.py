@@ -140,6 +140,15 @@ def gate(
             rich_help_panel=_MODES,
         ),
     ] = "each",
+    checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--checkpointing",
+            metavar="",
+            help="Train the resident arms with gradient checkpointing, which takes less memory.",
+            rich_help_panel=_MODES,
+        ),
+    ] = False,
     resume_at: Annotated[
         int | None,
         typer.Option(
@@ -288,6 +297,7 @@ def gate(
             "data": data,
             "padding": padding,
             "backward": backward,
+            "checkpointing": checkpointing,
             "resume_at": resume_at,
             "layers": _layers(layers),
             "seed": seed,

@@ -42,6 +42,7 @@ class Arm:
         seed: int,
         modes: Modes | None = None,
         joint: bool = False,
+        cache: bool = True,
     ) -> None:
         """Make an arm of a model that is ready to train.
 
@@ -52,12 +53,14 @@ class Arm:
             seed: of its random-number stream.
             modes: how it computes; None means the default.
             joint: one backward for all micro-batches of a step.
+            cache: whether forwards build a key/value cache, as they do by default.
         """
         self.name = name
         self.model = model
         self.meter = meter
         self.modes = modes or Modes()
         self.joint = joint
+        self.cache = cache
         self.device = next(iter(_trainable(model).values())).device
         self.params = _trainable(model)
         self.start = {key: param.detach().cpu().clone() for key, param in self.params.items()}
@@ -118,7 +121,7 @@ class Arm:
     def _accumulate(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Add up the gradients of a step's micro-batches; return their losses, detached."""
         losses: list[torch.Tensor] = []
-        more = {"use_cache": False} if self.modes.compile else {}
+        more = {} if self.cache else {"use_cache": False}
         for batch in batches:
             with autocast(self.modes, self.device):
                 loss = self.model(**batch, **more).loss / len(batches)
@@ -228,6 +231,9 @@ class Workshop:
         with meter.building():
             torch.manual_seed(self.options.seed)
             model = self.plain(self.path)
+            if self.options.checkpointing:
+                how = {"use_reentrant": False}
+                model.gradient_checkpointing_enable(how)  # type: ignore[operator]
             return self._arm(name, self._with_adapters(model), meter)
 
     def streamed(self) -> tuple[Arm, PlantedFault | PlantedDefect | None]:
@@ -275,6 +281,8 @@ class Workshop:
             seed=self.options.seed + 1,
             modes=self.options.modes,
             joint=self.options.backward == "joint",
+            # without one a layer may compute in another layout: no arm has it then
+            cache=not (self.options.modes.compile or self.options.checkpointing),
         )
 
     def _overrides(self) -> dict[str, Any]:

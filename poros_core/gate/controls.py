@@ -118,11 +118,6 @@ class _EarlyRead:
         self.right = right
         self._late: list[tuple[int, Callable[[], object]]] = []
         self._released = 0
-        self._on_cuda = False
-
-    def adopt(self, arena: torch.Tensor) -> None:
-        self._on_cuda = arena.is_cuda
-        self.right.adopt(arena)
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Any], poison: bool
@@ -150,6 +145,9 @@ class _EarlyRead:
         for copy in due:
             copy()
         return self.right.record()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.right, name)
 
 
 _WRONG: Mapping[str, tuple[type[_Wrong] | type[_EarlyRead], str]] = {

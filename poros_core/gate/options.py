@@ -98,6 +98,9 @@ class GateOptions:
         padding: the side on which rows are padded. On the left, masks decide what real tokens see.
         backward: one for ``"each"`` micro-batch, or one for all of a step: ``"joint"``. Then
             every row is padded to ``seq_len``.
+        checkpointing: whether the resident arms keep no activations inside layers, as
+            Transformers' gradient checkpointing does, for shapes that would not fit otherwise.
+            No arm builds a cache then.
         resume_at: after this step the streamed arm is saved, thrown away, built anew and goes on;
             the resident arms are not interrupted.
         layers: train only so many leading layers; ``"fit"`` means as many as the device holds
@@ -129,6 +132,7 @@ class GateOptions:
     data: Path | None = None
     padding: Literal["right", "left"] = field(default="right", validator=_one_of("right", "left"))
     backward: Literal["each", "joint"] = field(default="each", validator=_one_of("each", "joint"))
+    checkpointing: bool = False
     resume_at: int | None = field(default=None, validator=_resume_at)
     layers: int | str | None = field(default=None, validator=_layers)
     seed: int = field(default=0, validator=_at_least(0))

@@ -263,6 +263,7 @@ def _settings(options: GateOptions, arm: Arm) -> dict[str, Any]:
         "compile": options.modes.compile,
         "padding": options.padding,
         "backward": options.backward,
+        "resident_checkpointing": options.checkpointing,
         "resumed_at": options.resume_at,
     }
 
