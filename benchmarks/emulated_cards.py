@@ -14,7 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training_cost import arguments, main
+from cost_options import arguments
+from training_cost import main
 
 METHODS = "poros:vram-budget=card,poros,peft-checkpointing,accelerate-offload:precision=bf16"
 CARDS = "6,8,12,16,24"

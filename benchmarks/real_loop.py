@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from training_cost import arguments, main
+from cost_options import arguments
+from training_cost import main
 
 METHODS = "poros,peft-checkpointing"
 PADDINGS = ("none", "64")

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training_cost import arguments, main
+from cost_options import arguments
+from training_cost import main
 
 STEPS = ("--steps", "10", "--profiled", "3")
 _COLUMNS = ("method", "link", "GPU", "stalled", "idle", "host a step", "launches", "calls")

@@ -8,6 +8,7 @@ Each method trains in a process of its own; all of them make one run. A record g
     python benchmarks/training_cost.py --shape 32b --cap-bytes 6e9 --optimizer-state host
 
 A method may carry settings of its own after colons, as --methods poros:block-size=4:graphs=off.
+--sweep seq-len=512,2048 measures every method at every value; several sweeps multiply.
 Exit status: 0 all measured or refused, 1 something failed, 2 bad input.
 """
 
@@ -26,156 +27,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, fields
+from cost_options import arguments, works
 from cost_table import table
 from cost_texts import LINK_METHOD, LOOP, MEMORY_METHOD, TIME_METHOD, TRAINER_LOOP
-from cost_work import METHODS, Work, as_plain, described
+from cost_work import Work, as_plain, described
 
 import poros
 
-LEAST_STEPS = 10
 FAILED = ("failed", "killed", "too slow")
-
-
-def _bytes(text: str) -> int:
-    return int(float(text))
-
-
-def _budget(text: str) -> int | str | None:
-    if text.lower() == "none":
-        return None
-    return int(text) if text.isdigit() else text
-
-
-def _block_size(text: str) -> int | str:
-    return text if text == "all" else int(text)
-
-
-def _multiple(text: str) -> int | None:
-    return None if text == "none" else int(text)
-
-
-def _flag(text: str) -> bool | None:
-    return {"yes": True, "no": False, "auto": None}[text]
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-# how the text of each setting is read, on the command line and behind a method's name
-SETTINGS: Mapping[str, Callable[[str], Any]] = {
-    "layers": int,
-    "precision": str,
-    "seq-len": int,
-    "batch": int,
-    "rank": int,
-    "dropout": float,
-    "steps": int,
-    "warmup": int,
-    "seed": int,
-    "optimizer-state": str,
-    "graphs": str,
-    "block-size": _block_size,
-    "vram-budget": _budget,
-    "chunk": int,
-    "pad-to": _multiple,
-    "profiled": int,
-    "direct": _flag,
-    "cap-bytes": _bytes,
-    "cap-reserve-bytes": _bytes,
-}
-
-
-def arguments(
-    argv: Sequence[str] | None = None,
-    *,
-    about: str | None = __doc__,
-    data: bool = False,
-    cards: bool = False,
-) -> argparse.Namespace:
-    """Read the command line.
-
-    Args:
-        argv: without the script's name; None means this process's own.
-        about: what the help says.
-        data: whether there is a file of records, and the loop is a Trainer's.
-        cards: whether there are cards to emulate.
-    """
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    if data:
-        parser.add_argument("--data", help="tokenised records: ids, offsets and prompt_len")
-    if cards:
-        parser.add_argument("--cards", help="their sizes in GB, separated by commas")
-    parser.add_argument("--family", default="qwen2")
-    parser.add_argument("--shape", help="a shape of the family, such as 7b")
-    parser.add_argument("--methods", default="poros,peft-checkpointing", help=", ".join(METHODS))
-    defaults = {field.name: field.default for field in fields(Work)}
-    for name, read in SETTINGS.items():
-        default = defaults[name.replace("-", "_")]
-        parser.add_argument(f"--{name}", type=read, default=default, help=f"default {default}")
-    parser.add_argument(
-        "--prepare", action="append", default=[], metavar="NAME=VALUE",
-        help="a further setting of poros.prepare, the value as JSON",
-    )  # fmt: skip
-    parser.add_argument("--json-dir", type=Path, help="write a record for each method there")
-    parser.add_argument("--timeout", type=float, help="seconds that one method may take")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    found = parser.parse_args(argv)
-    missing = [name for name in ("shape", "data") if getattr(found, name, "") is None]
-    if missing and not found.worker:
-        parser.error(f"--{missing[0]} is needed")
-    return found
-
-
-def works(options: argparse.Namespace) -> list[Work]:
-    """Return the work of every method that was asked for.
-
-    Raises:
-        ValueError: one of them is none, or has a setting that is none.
-    """
-    common = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SETTINGS}
-    extra = dict(_pair(text) for text in options.prepare)
-    found = []
-    for spec in options.methods.split(","):
-        method, *own = spec.split(":")
-        if method not in METHODS:
-            raise ValueError(f"there is no method '{method}'; there are {', '.join(METHODS)}")
-        work = Work(
-            method=method,
-            family=options.family,
-            shape=options.shape,
-            data=getattr(options, "data", None),
-            prepare={name: _value(text) for name, text in extra.items()},
-            **common,
-        )
-        for name, text in map(_pair, own):
-            if name not in SETTINGS:
-                raise ValueError(f"method '{spec}': '{name}' is none of {', '.join(SETTINGS)}")
-            work = evolve(work, **{name.replace("-", "_"): SETTINGS[name](text)})
-        if work.steps < LEAST_STEPS or work.warmup < 1:
-            raise ValueError(
-                f"a median needs {LEAST_STEPS} steps or more after 1 step of warm-up or more; got "
-                f"--steps {work.steps} --warmup {work.warmup}"
-            )
-        work.subject()
-        found.append(work)
-    return found
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"'{text}' is no NAME=VALUE")
-    return name, value
 
 
 # one process a method
@@ -386,4 +245,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(main(arguments()))
+    sys.exit(main(arguments(about=__doc__)))

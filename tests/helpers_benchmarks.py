@@ -13,8 +13,8 @@ from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 _MODULES = (
-    *("training_cost", "cost_work", "cost_measure", "cost_table", "direct_weights", "real_loop"),
-    *("step_profile", "trace_reading", "plots", "emulated_cards", "device_figures"),
+    *("training_cost", "cost_work", "cost_measure", "cost_options", "cost_table", "direct_weights"),
+    *("real_loop", "step_profile", "trace_reading", "plots", "emulated_cards", "device_figures"),
 )
 
 
@@ -30,7 +30,7 @@ def scripts() -> Iterator[SimpleNamespace]:
 
 def cost(bench: Any, *argv: str) -> list[Any]:
     line = ["--shape", "tiny", "--direct", "yes", "--steps", "10", "--warmup", "1", *argv]
-    found: list[Any] = bench.training_cost.works(bench.training_cost.arguments(line))
+    found: list[Any] = bench.cost_options.works(bench.cost_options.arguments(line, about=None))
     return found
 
 

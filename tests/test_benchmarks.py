@@ -101,6 +101,7 @@ def test_a_method_that_fails_is_reported_and_the_run_goes_on(
         (["--methods", "poros:colour=red"], "'colour' is none of"),
         (["--methods", "poros", "--steps", "9"], "10 steps or more"),
         (["--methods", "poros", "--prepare", "odd"], "no NAME=VALUE"),
+        (["--methods", "poros", "--sweep", "colour=red"], "'colour' is none of"),
     ],
 )
 def test_bad_input_is_named(bench: Any, argv: list[str], message: str) -> None:
@@ -119,6 +120,19 @@ def test_settings_of_a_run_and_of_a_method(bench: Any) -> None:
     assert (own.graphs, own.vram_budget, own.subject().seq_len) == ("off", "16GB", 16)
     assert own.settings()["offload"] is True
     assert own.settings()["where"] == "disk"
+
+
+def test_sweeps_multiply_and_what_is_poros_own_is_swept_for_poros_only(bench: Any) -> None:
+    todo = cost(
+        bench,
+        *("--methods", "poros,peft,poros:seq-len=4"),
+        *("--sweep", "seq-len=8,16", "--sweep", "block-size=1,all"),
+    )
+    assert [(work.method, work.seq_len, work.block_size) for work in todo] == [
+        *(("poros", 8, 1), ("poros", 8, "all"), ("poros", 16, 1), ("poros", 16, "all")),
+        *(("peft", 8, 1), ("peft", 16, 1)),
+        *(("poros", 4, 1), ("poros", 4, "all")),
+    ]
 
 
 def test_weights_are_drawn_in_place_where_a_checkpoint_is_large(bench: Any) -> None:
@@ -155,10 +169,10 @@ def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
 ) -> None:
     line = ["--shape", "tiny", "--layers", "1", "--data", str(records), "--direct", "yes"]
     line += ["--batch", "1", "--steps", "10", "--warmup", "2", "--methods", "poros,peft:pad-to=8"]
-    options = bench.training_cost.arguments(line, data=True)
+    options = bench.cost_options.arguments(line, about=None, data=True)
     options.methods = bench.real_loop.methods_at_paddings(options.methods, ("none", "8"))
     made = bench.training_cost.run(
-        bench.training_cost.works(options),
+        bench.cost_options.works(options),
         runner=here(bench),
         checkpoint=lambda work: None,
         json_dir=tmp_path / "out",
