@@ -15,6 +15,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ML = ("torch", "transformers", "peft", "bitsandbytes", "safetensors", "accelerate", "numpy")
 
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+
 BLOCKER = f"""
 import sys
 
@@ -150,3 +159,7 @@ def test_a_real_environment_without_torch(model: Path, tmp_path: Path) -> None:
     assert families["qwen3"]["status"] == "validated"
     assert "planted.json" in [record["file"] for record in families["qwen3"]["records"]]
     assert "supported by family qwen2" in run("poros", "check", str(model))
+    assert "torch is not installed" in run("poros", "doctor")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL))
+    assert json.loads(run("poros", "plan", str(config), "--json"))["family"] == "qwen2"
