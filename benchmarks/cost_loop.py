@@ -9,7 +9,7 @@ import torch
 from cost_figures import Stopwatch, adamw, figures_of, the_loss, totals
 from cost_work import Work
 from device_figures import DeviceMemory
-from profiled_steps import HOST_STEPS, profiled
+from profiled_steps import HOST_STEPS, profiled, wake_profiler
 
 
 def _batches(work: Work, device: torch.device) -> list[dict[str, torch.Tensor]]:
@@ -51,6 +51,8 @@ class Loop:
 
 def train(work: Work, model: Any, device: torch.device, memory: DeviceMemory) -> dict[str, Any]:
     """Train and return the figures."""
+    if work.profiled:
+        wake_profiler(device)
     with the_loss(work, model):
         loop = Loop(work, model, device)
         with memory.watching():

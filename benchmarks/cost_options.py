@@ -103,7 +103,7 @@ def arguments(
         action="append",
         default=[],
         metavar="NAME=V,V",
-        help="every method once for each value, unless it names its own; what only Poros has, Poros",
+        help="every method once for each value; Poros' own settings for Poros only",
     )
     parser.add_argument(
         "--prepare", action="append", default=[], metavar="NAME=VALUE",

@@ -26,6 +26,14 @@ class Steps(Protocol):
         ...
 
 
+def wake_profiler(device: torch.device) -> None:
+    """Start the profiler once before any graph is captured, so that it knows the kernels in it."""
+    if device.type == "cuda":
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
+            torch.ones(1, device=device).add_(1)
+            torch.cuda.synchronize(device)
+
+
 def profiled(loop: Steps, steps: int, device: torch.device) -> dict[str, Any]:
     """Run ``HOST_STEPS`` and then ``steps`` more steps of a loop.
 

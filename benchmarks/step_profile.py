@@ -2,9 +2,10 @@
 
     python benchmarks/step_profile.py --shape 32b --methods poros,peft-checkpointing --profiled 3
 
-Step times and peaks come from steps without a profiler, as in training_cost.py; then follow steps
-that are issued to an idle device, for the host's time, and --profiled steps under the profiler,
-for the rest. Settings and exit status as in training_cost.py.
+Step times and peaks come from steps that are not profiled, as in training_cost.py, though the
+profiler was started once before and may cost them a little. Then follow steps that are issued to an
+idle device, for the host's time, and --profiled steps under the profiler, for the rest. Settings
+and exit status as in training_cost.py.
 """
 
 from __future__ import annotations
