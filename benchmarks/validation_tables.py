@@ -211,6 +211,10 @@ def _run(record: Record) -> str:
         parts.append("optimizer state on the host")
     if settings.get("resumed_at") is not None:
         parts.append(f"resumed after step {settings['resumed_at']}")
+    if settings.get("resident_checkpointing"):
+        parts.append("resident with checkpointing")
+    if settings.get("weights") == "rolled":
+        parts.append("layers' weights rolled copies")
     if record.get("data") is not None:
         parts.append(f"data {record['data']}")
     return ", ".join(parts)

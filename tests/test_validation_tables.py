@@ -64,12 +64,14 @@ def test_every_row_of_the_matrix_is_recorded_or_said_not_to_be(tables: Any) -> N
 
 def test_a_gate(tables: Any, record: dict[str, Any]) -> None:
     record["settings"] |= {"optimizer_state": "host", "resumed_at": 25}
+    record["settings"] |= {"resident_checkpointing": True, "weights": "rolled"}
     record |= {"accumulate": 4, "block_size": 2, "data": "some.safetensors"}
     [row] = rows(tables.page({"a.json": record}), "a.json")
     assert row == [
         "qwen2 7b NF4",
         "50 steps, 4 x 1 x 512 tokens, dropout 0.1, block size 2, optimizer state on the host, "
-        "resumed after step 25, data some.safetensors",
+        "resumed after step 25, resident with checkpointing, layers' weights rolled copies, "
+        "data some.safetensors",
         "**exact**",
         "12.60 GB → 2.99 GB",
         "0.410 s → 0.195 s",
