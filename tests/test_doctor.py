@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import stat
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -18,11 +21,11 @@ from test_cli import Cli, cli
 
 import poros.cli.doctor
 import poros.cli.output
-from poros_core import machine
+from poros_core import doctor, machine
 from poros_core.catalog import FamilyInfo
-from poros_core.doctor import Finding, Level, examine, worst
+from poros_core.doctor import Finding, Level, copy_rate, examine, link, worst
 from poros_core.doctor.findings import good, not_measured, problem
-from poros_core.doctor.gpu import Gpu, absent_finding, gpu_findings, without_torch_finding
+from poros_core.doctor.gpu import Gpu, absent_finding, gpu_findings, read_gpu, without_torch_finding
 from poros_core.doctor.host import (
     disk_finding,
     memory_finding,
@@ -30,7 +33,7 @@ from poros_core.doctor.host import (
     python_finding,
     system_finding,
 )
-from poros_core.doctor.link import Link, LinkReading, Rates, link_findings, parse_link
+from poros_core.doctor.link import Link, LinkReading, Rates, link_findings, measure_link, parse_link
 from poros_core.doctor.nvidia_smi import Answer, ask
 from poros_core.doctor.software import (
     bitsandbytes_finding,
@@ -40,6 +43,7 @@ from poros_core.doctor.software import (
     plugin_findings,
     record_finding,
 )
+from poros_core.errors import PorosError
 from poros_core.plugins import plugins
 from poros_core.status import Stack
 
@@ -456,6 +460,115 @@ def test_the_report_without_a_gpu(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
     report = json.loads(out)
     assert (code, report["verdict"]) == (0, "warning")
     assert all((f["level"] == "ok") is (f["fix"] is None) for f in report["findings"])
+
+
+class FakeEvent:
+    """A CUDA event's stand-in where work is done when its call returns."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.time - self.time)
+
+
+@pytest.fixture
+def fake_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU pass for a GPU, as far as the doctor asks."""
+    properties = SimpleNamespace(uuid="12-34", name="NVIDIA L4", major=8, minor=9)
+    fakes: dict[str, Any] = {
+        "current_device": lambda: 1,
+        "device_count": lambda: 2,
+        "get_device_properties": {1: properties}.__getitem__,
+        "get_device_name": ["NVIDIA T4", "NVIDIA L4"].__getitem__,
+        "get_arch_list": lambda: ["sm_75", "sm_86"],
+        "mem_get_info": lambda: (23 * 10**9, 24 * 10**9),
+        "is_bf16_supported": lambda *, including_emulation: not including_emulation,
+        "is_available": lambda: True,
+        "device": lambda device: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "Event": FakeEvent,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(link, "COPY_BYTES", 2**20)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    install_program(
+        tmp_path,
+        "case $1 in *driver*) echo 580.1;; *) sleep 0.05; echo '4, 4, 8, 16';; esac",
+    )
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_gpu_is_read() -> None:
+    gpu = read_gpu(torch.device("cuda"))
+    assert gpu == Gpu(
+        index=1,
+        name="NVIDIA L4",
+        uuid="GPU-12-34",
+        capability=(8, 9),
+        architectures=("sm_75", "sm_86"),
+        total_bytes=24 * 10**9,
+        free_bytes=23 * 10**9,
+        bf16=True,
+        others=("NVIDIA T4",),
+        driver="580.1",
+        driver_reason=None,
+    )
+    assert levels(gpu_findings(gpu))["GPU"] == "ok"
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    reading = measure_link(cpu, uuid="GPU-12-34")
+    assert reading.link == Link(generation=4, max_generation=4, width=8, max_width=16)
+    assert reading.rates is not None
+    assert min(reading.rates.to_device, reading.rates.to_host) > 1e6
+    assert reading.locked_bytes == 2**20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**30))
+    assert "GPU memory are free" in (measure_link(cpu, uuid="GPU-12-34").rates_reason or "")
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_link_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poros_core.host_store.available_memory", lambda: 1000)
+    reading = measure_link(torch.device("cpu"), uuid="GPU-12-34")
+    assert (reading.link, reading.locked_bytes) == (None, None)
+    assert "cannot be had" in (reading.rates_reason or "")
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_the_whole_report_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(device: torch.device, *, uuid: str) -> LinkReading:
+        measured.append(f"{device} {uuid}")
+        return READING
+
+    monkeypatch.setattr(doctor, "measure_link", measure)
+    monkeypatch.setattr(doctor, "plugin_findings", list)
+    monkeypatch.setattr(torch.version, "cuda", "14.0")
+    found = {finding.name: finding for finding in examine()}
+    assert measured == ["cuda:1 GPU-12-34"]
+    assert "no library for CUDA 14.0" in found["bitsandbytes"].text
+    assert found["copy rate"].values["to_device"] == 55.4e9
+    assert copy_rate() == 55.4e9
+    monkeypatch.setattr(doctor, "measure_link", lambda *a, **k: LinkReading(rates_reason="no room"))
+    with pytest.raises(PorosError, match="could not be measured: no room"):
+        copy_rate()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_copy_rate_without_a_gpu() -> None:
+    with pytest.raises(PorosError, match="cannot be measured here: none: "):
+        copy_rate()
 
 
 @pytest.mark.gpu
