@@ -206,7 +206,10 @@ def test_a_row_with_its_record_is_done(tmp_path: Path) -> None:
     again = run(rows, runner, folder=tmp_path)
     assert [o.status for o in first] == [o.status for o in again] == ["exact", "not-deterministic"]
     assert [o.kept for o in first + again] == [False, False, True, True]
-    assert len(runner.calls) == 2
+    assert [(state, minutes) for _, state, minutes in runner.calls] == [
+        (tmp_path / "a.state", None),
+        (tmp_path / "b.state", None),
+    ]
     written = json.loads((tmp_path / "a.json").read_text())
     assert written["row"]["name"] == "a"
     assert written["command"] == "poros gate --family qwen2 --shape tiny"

@@ -93,7 +93,9 @@ def in_a_child(
         record = Path(scratch) / "record.json"
         flags = ["gate", *flags_of(options), "--json", str(record)]
         if state is not None:
-            flags += ["--state", str(state), "--minutes", str(minutes)]
+            flags += ["--state", str(state)]
+        if minutes is not None:
+            flags += ["--minutes", str(minutes)]
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, *flags],
             stdout=sys.stderr,

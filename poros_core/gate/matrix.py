@@ -325,9 +325,10 @@ class _RowRun:
 
     def _gate(self, options: GateOptions, *, part: str = "") -> Mapping[str, Any]:
         state, minutes = None, None
-        if self._until is not None and self._folder is not None:
+        if self._folder is not None:
             state = self._folder / f"{self._row.name}{part}.state"
-            minutes = max((self._until - time.monotonic()) / 60, 1e-3)
+            if self._until is not None:
+                minutes = max((self._until - time.monotonic()) / 60, 1e-3)
         record = dict(self._run(options, state=state, minutes=minutes))
         record["command"] = shlex.join(["poros", "gate", *flags_of(options)])
         return record
