@@ -9,6 +9,14 @@ device tensor over mapped host memory (unified addressing): it takes no device m
 right shape, dtype and device, ``.to(device)`` leaves it alone, and whoever reads it outside the
 decoder's forward reads the true bytes, over the link. Embedding rows are gathered from it by the
 ordinary embedding kernel, so that no token id has to come to the host first.
+
+[Note: Staged units]
+Where host memory cannot be page-locked, or cannot hold the base, the layers stand in ordinary
+memory or in files (``poros.load(host=...)``), and copies go through a ring of page-locked buffers.
+A device cannot read such memory in place. So while a layer is not in the window, its tensors on
+CUDA are a device tensor over bytes that are NaN in every float format. Before ``prepare``, and
+after ``unprepare``, they are host tensors with the true bytes. Head and embeddings are read in
+place, and are page-locked always.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from attrs import frozen
@@ -26,12 +34,17 @@ from poros_core.log import get_logger
 from poros_core.machine import available_memory
 from poros_core.protocols import TensorRef
 
+if TYPE_CHECKING:
+    from poros_core.ring import StagingRing
+
 __all__ = [
     "ALIGNMENT",
     "HostBuffer",
+    "HostMemory",
     "HostStore",
     "TensorEntry",
     "UnitImage",
+    "fill",
     "layout",
     "layout_of",
 ]
@@ -81,20 +94,60 @@ class _MappedPointer:
         }
 
 
+class Closable(Protocol):
+    """Something that is open."""
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+
+class HostMemory(Protocol):
+    """A stretch that a unit stands in: memory, or a file that is mapped."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """Its content as the host reads it, flat uint8."""
+        ...
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """Return a view of one tensor, as the device sees it if the device can."""
+        ...
+
+    def view(self) -> memoryview:
+        """Return the bytes as the host reads and writes them."""
+        ...
+
+    def will_need(self) -> None:
+        """Be told that all of it will be read now. May wait for a disk."""
+        ...
+
+
 class HostBuffer:
     """A page-aligned stretch of host memory, page-locked and mapped if a CUDA device will read it.
 
     The size is exact: ``pin_memory()`` would round it up to a power of two.
     """
 
-    def __init__(self, nbytes: int, *, device: torch.device) -> None:
+    def __init__(self, nbytes: int, *, device: torch.device, locked: bool = True) -> None:
         """Allocate ``nbytes`` bytes for use with ``device``.
+
+        Args:
+            nbytes: the size.
+            device: the compute device.
+            locked: page-lock it, if the device is a CUDA device.
 
         Raises:
             PrepareError: the memory cannot be had or cannot be page-locked.
         """
         self.nbytes = nbytes
         self.device = device
+        self.locked = locked and device.type == "cuda"
         free = available_memory()
         if free is not None and nbytes > free:
             _say_short(nbytes, free, device)
@@ -106,16 +159,20 @@ class HostBuffer:
                 f"for ({error}). Free memory, or use a smaller model."
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
-        if device.type == "cuda":
+        if self.locked:
             _page_lock(self, device)
+
+    def will_need(self) -> None:
+        """Do nothing: it is in memory."""
 
     def view(self) -> memoryview:
         """Return the bytes as the host reads and writes them."""
         return memoryview(self._map)[: self.nbytes]
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """Return a view of one tensor as ``device`` sees it, with a storage of its own."""
-        if self.device.type == "cuda":
+        """Return a view of one tensor with a storage of its own: as ``device`` sees it if the
+        stretch is page-locked, else as the host does."""
+        if self.locked:
             pointer = self.bytes.data_ptr() + entry.offset
             with torch.cuda.device(self.device):
                 flat = torch.as_tensor(
@@ -151,7 +208,7 @@ def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
         raise PrepareError(
             f"{nbytes / 1e9:.2f} GB of host memory cannot be page-locked (CUDA error "
             f"{int(status)}). Raise the limit that `ulimit -l` shows, give the container more "
-            "memory, or free some."
+            "memory, free some, or load with host='pageable' or host='mmap'."
         )
     weakref.finalize(buffer, runtime.cudaHostUnregister, pointer).atexit = False
 
@@ -159,10 +216,29 @@ def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
 class UnitImage:
     """The frozen tensors of one unit, as they lie in its stretch."""
 
-    def __init__(self, entries: Sequence[TensorEntry], buffer: HostBuffer) -> None:
+    def __init__(
+        self,
+        entries: Sequence[TensorEntry],
+        buffer: HostMemory,
+        *,
+        ring: StagingRing | None = None,
+    ) -> None:
+        """Describe a unit.
+
+        Args:
+            entries: where its tensors lie.
+            buffer: what they lie in.
+            ring: what copies go through, if the stretch is not page-locked.
+        """
         self.entries = tuple(entries)
         self.buffer = buffer
-        self._parked = [(entry.ref, buffer.tensor(entry)) for entry in self.entries]
+        self.ring = ring
+        self._true = [(entry.ref, buffer.tensor(entry)) for entry in self.entries]
+        self._parked = self._true
+        if ring is not None:
+            blank = ring.join(self)
+            if blank is not None:
+                self._parked = [(entry.ref, blank.tensor(entry)) for entry in self.entries]
 
     @property
     def nbytes(self) -> int:
@@ -170,17 +246,39 @@ class UnitImage:
         return self.buffer.nbytes
 
     def park(self) -> None:
-        """Bind every tensor to the host stretch; see [Note: Parked tensors]."""
+        """Bind every tensor to what stands for it while it is not on the device; see
+        [Note: Parked tensors] and [Note: Staged units]."""
         for ref, view in self._parked:
             ref.set(view)
 
+    def settle(self) -> None:
+        """Bind every tensor to its true bytes in host memory."""
+        for ref, view in self._true:
+            ref.set(view)
+
     def is_parked(self, keys: Collection[tuple[int, str]]) -> bool:
-        """Say whether the tensors of ``keys`` are bound to the host stretch."""
-        return all(
-            ref.get().data_ptr() == view.data_ptr() and ref.get().dtype == view.dtype
-            for ref, view in self._parked
-            if ref.key in keys
+        """Say whether the tensors of ``keys`` are bound as ``park`` or ``settle`` binds them."""
+        return any(
+            all(
+                ref.get().data_ptr() == view.data_ptr() and ref.get().dtype == view.dtype
+                for ref, view in bound
+                if ref.key in keys
+            )
+            for bound in (self._true, self._parked)
         )
+
+    def bytes_for_copy(self) -> torch.Tensor:
+        """Return the stretch, or its copy in the ring, to be copied to the device now.
+
+        It holds the bytes until ``copied``, and after that until the copy is done. May wait for
+        a disk.
+        """
+        return self.buffer.bytes if self.ring is None else self.ring.staged(self)
+
+    def copied(self, event: object) -> None:
+        """Note the event that the copy of what ``bytes_for_copy`` returned is done."""
+        if self.ring is not None:
+            self.ring.copied(self, event)
 
     def views(self, memory: torch.Tensor) -> list[tuple[TensorRef, torch.Tensor]]:
         """Return each place with its view of ``memory``, a flat uint8 tensor of at least
@@ -222,6 +320,13 @@ def layout(refs: Iterable[TensorRef]) -> tuple[list[TensorEntry], int]:
     ], end
 
 
+def fill(buffer: HostBuffer, entries: Iterable[TensorEntry]) -> None:
+    """Copy the tensors that are bound now to where they lie in a stretch."""
+    for entry in entries:
+        source = entry.ref.get().detach().contiguous().view(-1).view(torch.uint8)
+        buffer.bytes[entry.offset : entry.offset + entry.nbytes].copy_(source)
+
+
 def layout_of(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Return the offset of each of some tensors in a stretch, and the size of the stretch.
 
@@ -242,15 +347,19 @@ class HostStore:
     A model that ``poros.load`` gave brings its store along; otherwise ``prepare`` makes one.
     """
 
-    def __init__(self, device: torch.device, *, home: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, home: bool = False, ring: StagingRing | None = None
+    ) -> None:
         """Make an empty store.
 
         Args:
             device: the compute device, which the stretches are mapped for.
             home: the store is where the base lives (``poros.load``), not a place it was moved to.
+            ring: what copies of staged units go through; see [Note: Staged units].
         """
         self.device = device
         self.home = home
+        self.ring = ring
         self._images: list[UnitImage] = []
         self._by_key: dict[tuple[int, str], UnitImage] = {}
 
@@ -266,17 +375,30 @@ class HostStore:
             "first."
         )
 
+    def keep(self, owner: Closable) -> None:
+        """Keep something open that units are read from, as long as this store lives."""
+        weakref.finalize(self, owner.close)
+
+    def settle(self) -> None:
+        """Bind every unit to its true bytes in host memory."""
+        for image in self._images:
+            image.settle()
+
     def holds(self, key: tuple[int, str]) -> bool:
         """Say whether the bytes of a place are in this store."""
         return key in self._by_key
 
-    def adopt(self, refs: Sequence[TensorRef]) -> UnitImage | None:
+    def adopt(self, refs: Sequence[TensorRef], *, staged: bool = False) -> UnitImage | None:
         """Move the tensors of one unit into host memory and park them.
 
         A unit that the store holds already is returned as it is, unless somebody gave one of its
         tensors other memory since (``prepare_model_for_kbit_training`` casts, for example): then
         it is laid out anew from what the model holds now. The memory that the tensors had before
         is free once nothing else refers to it.
+
+        Args:
+            refs: the tensors.
+            staged: leave the unit's memory pageable; copies go through the ring.
 
         Returns:
             The image, or None if there are no tensors.
@@ -287,18 +409,24 @@ class HostStore:
         if len(known) == 1 and all(ref.key in self._by_key for ref in refs):
             image = next(iter(known.values()))
             if image.is_parked({ref.key for ref in refs}):
+                image.park()
                 return self._narrow(image, refs)
+        staged = staged or any(image.ring is not None for image in known.values())
         entries, nbytes = layout(refs)
-        buffer = HostBuffer(nbytes, device=self.device)
-        for entry in entries:
-            source = entry.ref.get().detach().contiguous().view(-1).view(torch.uint8)
-            buffer.bytes[entry.offset : entry.offset + entry.nbytes].copy_(source)
+        buffer = HostBuffer(nbytes, device=self.device, locked=not staged)
+        fill(buffer, entries)
         self._images = [other for other in self._images if id(other) not in known]
-        return self.place(entries, buffer)
+        for image in known.values():
+            if image.ring is not None:
+                image.ring.leave(image)
+        return self.place(entries, buffer, staged=staged)
 
-    def place(self, entries: Sequence[TensorEntry], buffer: HostBuffer) -> UnitImage:
+    def place(
+        self, entries: Sequence[TensorEntry], buffer: HostMemory, *, staged: bool = False
+    ) -> UnitImage:
         """Take over a unit whose bytes are in host memory already, and park its tensors."""
-        image = UnitImage(entries, buffer)
+        assert not staged or self.ring is not None
+        image = UnitImage(entries, buffer, ring=self.ring if staged else None)
         image.park()
         self._images.append(image)
         self._by_key.update((entry.ref.key, image) for entry in entries)
@@ -309,7 +437,7 @@ class HostStore:
         from, which for a model that ``poros.load`` gave is this store."""
         for image in self._images:
             if device is None and self.home:
-                image.park()
+                image.settle()
             else:
                 image.restore(device)
 
@@ -318,4 +446,5 @@ class HostStore:
         wanted = {ref.key for ref in refs}
         if len(wanted) == len(image.entries):
             return image
-        return UnitImage([e for e in image.entries if e.ref.key in wanted], image.buffer)
+        entries = [entry for entry in image.entries if entry.ref.key in wanted]
+        return UnitImage(entries, image.buffer, ring=image.ring)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from poros_core.errors import CheckpointError, SettingsError
-from poros_core.host_store import HostStore
+from poros_core.host_mode import named_mode
+from poros_core.load_base import LoadJob, load_base
 from poros_core.log import get_logger
-from poros_core.packed_cache import CacheRefusal, PackedCache, cache_from, entry_name
-from poros_core.packed_file import DamagedFile
-from poros_core.packing import LoadedBase, PackingStrategy, pack, unpack
-from poros_core.plan import build_plan
+from poros_core.packed_cache import PackedCache, cache_from
 from poros_core.plugins import plugins
-from poros_core.prepare import STORE, default_device, named_device
+from poros_core.prepare import default_device, named_device
 from poros_core.protocols import LoaderStrategy, LoadRequest
 
 if TYPE_CHECKING:
@@ -41,6 +36,7 @@ def load(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    host: str = "auto",
     cache: bool | str | os.PathLike[str] | None = None,
     nf4_load_strategy: str | None = None,
     **from_pretrained: Any,
@@ -64,6 +60,10 @@ def load(
         revision: branch, tag or commit of a hub model.
         token: the hub's access token.
         trust_remote_code: run Python code that the checkpoint brings. Off.
+        host: where the layers stand on the host: ``"pinned"`` is page-locked memory, ``"pageable"``
+            ordinary memory, ``"mmap"`` the packed cache's files on disk, for machines with less
+            memory than the base. All are exact. ``"auto"`` is pinned unless a limit of this
+            machine or container forbids it, and reports what it chose and what that costs.
         cache: keep the base on disk as it stands in host memory, so that the next load of it
             only reads: True for the default folder, a path for another, False for no; None does
             what ``POROS_CACHE`` says. See ``poros cache``.
@@ -76,7 +76,8 @@ def load(
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its keys do not fit.
         UnsupportedModelError: no family covers it.
-        SettingsError: there is no such precision or strategy.
+        SettingsError: there is no such precision, strategy or ``host``.
+        PrepareError: host memory, or the disk for ``host="mmap"``, does not suffice.
     """
     if nf4_load_strategy is not None:
         if load_strategy not in ("auto", nf4_load_strategy):
@@ -98,10 +99,23 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     strategy = choose_strategy(precision, load_strategy, request)
-    model: Any = load_base(strategy, request, cache=cache_from(cache), title=str(model_id_or_path))
+    job = LoadJob(
+        strategy=strategy,
+        request=request,
+        title=str(model_id_or_path),
+        cache=_cache(cache, host),
+        host=named_mode(host),
+    )
+    model: Any = load_base(job)
     if str(model_id_or_path) != str(folder):
         model.config._name_or_path = str(model_id_or_path)
     return model
+
+
+def _cache(cache: bool | str | os.PathLike[str] | None, host: str) -> PackedCache | None:
+    """Return the cache to use. ``host="mmap"`` needs one: the default, if none is named."""
+    found = cache_from(cache)
+    return cache_from(True) if found is None and host == "mmap" and cache is None else found
 
 
 def choose_strategy(precision: str, load_strategy: str, request: LoadRequest) -> LoaderStrategy:
@@ -181,112 +195,3 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"'{path}' holds no JSON object. Fetch the checkpoint again.")
     return config
-
-
-def load_base(
-    strategy: LoaderStrategy, request: LoadRequest, *, cache: PackedCache | None, title: str
-) -> nn.Module:
-    """Return a model with its base in the host store, from the cache if it is there and whole.
-
-    Args:
-        strategy: how to load.
-        request: what to load.
-        cache: where packed bases are kept; None for nowhere.
-        title: what the cache calls the base.
-    """
-    key = None if cache is None else _cache_key(strategy, request)
-    if cache is None or key is None:
-        return _to_host_store(strategy.load(request), request).model
-    assert isinstance(strategy, PackingStrategy)
-    base = _from_cache(cache, key, strategy, request)
-    if base is None:
-        base = _to_host_store(strategy.load(request), request)
-        _keep(base, cache=cache, key=key, described=strategy.describe(base.model), title=title)
-    return base.model
-
-
-def _to_host_store(model: nn.Module, request: LoadRequest) -> LoadedBase:
-    """Move every unit into the host store, and what does not stream to the device."""
-    for param in model.parameters():
-        param.requires_grad_(False)
-    plan = build_plan(
-        model, family=request.family, codecs=plugins().codecs(), device=request.device
-    )
-    store = HostStore(request.device, home=True)
-    for unit in plan.units():
-        store.adopt(unit.refs)
-    for param in plan.on_device:
-        param.data = param.data.to(request.device)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(request.device)
-    base = LoadedBase(model, plan, store)
-    _settle(base, request)
-    return base
-
-
-def _from_cache(
-    cache: PackedCache, key: Mapping[str, Any], strategy: PackingStrategy, request: LoadRequest
-) -> LoadedBase | None:
-    """Return the base from the cache; None if it is not there, or not whole."""
-    entry = None
-    try:
-        entry = cache.find(key)
-        if entry is None:
-            return None
-        base = unpack(entry, request, strategy.skeleton)
-    except DamagedFile as error:
-        _log.warning("cache_damaged", entry=entry_name(key), reason=str(error), used="checkpoint")
-        with contextlib.suppress(OSError):
-            cache.discard(entry_name(key))
-        return None
-    finally:
-        if entry is not None:
-            entry.close()
-    _log.info("cache_read", entry=entry_name(key), bytes=entry.nbytes)
-    _settle(base, request)
-    return base
-
-
-def _settle(base: LoadedBase, request: LoadRequest) -> None:
-    if request.device.type == "cuda":
-        torch.cuda.empty_cache()
-    base.model.__dict__[STORE] = base.store
-    units = len(base.plan.units())
-    _log.info("loaded", path=str(request.path), units=units, host_bytes=base.store.nbytes)
-
-
-def _keep(
-    base: LoadedBase, *, cache: PackedCache, key: Mapping[str, Any], described: Any, title: str
-) -> None:
-    """Write a base to the cache. If that fails, nothing is left of it, and the load stands."""
-    writer = None
-    nbytes = base.store.nbytes + sum(base.plan.on_device_bytes().values())
-    try:
-        writer = cache.begin(key, title=title, nbytes=nbytes)
-        pack(base.model, plan=base.plan, store=base.store, writer=writer, described=described)
-    except (OSError, CacheRefusal) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        _log.warning("cache_not_written", folder=str(cache.folder), reason=reason)
-        if writer is not None:
-            writer.abandon()
-    except BaseException:
-        if writer is not None:
-            writer.abandon()
-        raise
-    else:
-        _log.info("cache_written", entry=entry_name(key), bytes=nbytes)
-
-
-def _cache_key(strategy: LoaderStrategy, request: LoadRequest) -> Mapping[str, Any] | None:
-    """Return the key of a base, or None if it cannot be kept, which is reported."""
-    if not isinstance(strategy, PackingStrategy):
-        reason = f"strategy '{strategy.strategy}' for '{strategy.precision}' cannot be packed"
-        _log.warning("cache_unavailable", reason=reason)
-        return None
-    try:
-        return strategy.cache_key(request)
-    except CacheRefusal as error:
-        _log.warning("cache_unavailable", reason=str(error))
-        return None

@@ -114,6 +114,16 @@ class Entry:
         """Read one file; see ``read_packed``."""
         read_packed(self.folder / record.file, record, into)
 
+    def shared(self) -> Entry:
+        """Return the entry open once more, to be closed on its own."""
+        return Entry(
+            self.folder,
+            self.units,
+            self.rest,
+            self.described,
+            None if self._lock is None else os.dup(self._lock),
+        )
+
     def close(self) -> None:
         """Let the entry be evicted."""
         if self._lock is not None:

@@ -15,17 +15,36 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from poros_core.host_store import HostBuffer, HostStore, TensorEntry, layout_of
+from poros_core.host_mode import HostMode
+from poros_core.host_store import (
+    HostBuffer,
+    HostMemory,
+    HostStore,
+    TensorEntry,
+    fill,
+    layout,
+    layout_of,
+)
+from poros_core.mapped_buffer import MappedBuffer
 from poros_core.packed_cache import CacheRefusal, Entry, EntryWriter
 from poros_core.packed_file import DamagedFile, PackedFile, Piece
 from poros_core.plan import BlockPlan, Unit, build_plan
 from poros_core.plugins import plugins
 from poros_core.protocols import LoadRequest, TensorRef
 
-__all__ = ["LoadedBase", "PackingStrategy", "named_buffers", "named_refs", "pack", "unpack"]
+__all__ = [
+    "BaseSizes",
+    "LoadedBase",
+    "PackingStrategy",
+    "named_buffers",
+    "named_refs",
+    "pack",
+    "unpack",
+]
 
 _REST = "rest.safetensors"
 _READERS = 8
+_LAYER = "layer "
 _NAMES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
     torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
@@ -33,6 +52,29 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@frozen(kw_only=True)
+class BaseSizes:
+    """How large a base is on the host, in bytes.
+
+    Attributes:
+        layers: all decoder layers.
+        rest: head, embeddings, and what stands on the device.
+        largest: the largest layer.
+    """
+
+    layers: int
+    rest: int
+    largest: int
+
+    @classmethod
+    def of_entry(cls, entry: Entry) -> BaseSizes:
+        """Return the sizes of a base in the cache."""
+        layers = [unit.nbytes for unit in entry.units if unit.unit.startswith(_LAYER)]
+        return cls(
+            layers=sum(layers), rest=entry.nbytes - sum(layers), largest=max(layers, default=0)
+        )
 
 
 @runtime_checkable
@@ -47,6 +89,10 @@ class PackingStrategy(Protocol):
         Raises:
             CacheRefusal: something decides them that cannot be told beforehand.
         """
+        ...
+
+    def estimate(self, request: LoadRequest) -> BaseSizes:
+        """Return about how large the base will be, from config and headers."""
         ...
 
     def describe(self, model: nn.Module) -> Mapping[str, Any]:
@@ -109,46 +155,74 @@ def named_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def pack(
-    model: nn.Module, *, plan: BlockPlan, store: HostStore, writer: EntryWriter, described: Any
+    base: LoadedBase, *, writer: EntryWriter, described: Mapping[str, Any], mapped: bool = False
 ) -> None:
     """Write a loaded base to the cache.
 
     Args:
-        model: the model as ``poros.load`` returns it.
-        plan: its units, all of which ``store`` holds.
-        store: the base in host memory.
+        base: a base, all of whose units the store holds, unless it is to be ``mapped``.
         writer: the entry.
         described: what the strategy's ``describe`` returned.
+        mapped: place the units in the store now, and the layers in the files that are written,
+            each before the next is looked at.
 
     Raises:
         CacheRefusal: a tensor has a dtype that safetensors does not know.
         OSError: the disk is full, or cannot be written.
     """
-    refs = named_refs(model)
+    refs = named_refs(base.model)
     names = {ref.key: name for name, ref in refs.items()}
     records = []
     placed: set[tuple[int, str]] = set()
-    for number, unit in enumerate(_units(plan)):
-        image = store.adopt(unit.refs)
-        assert image is not None
+    for number, unit in enumerate(_units(base.plan)):
+        file = f"unit-{number:04}.safetensors"
         placed.update(ref.key for ref in unit.refs)
-        records.append(
-            writer.write(
-                f"unit-{number:04}.safetensors",
-                [_piece(names[entry.ref.key], entry) for entry in image.entries],
-                [image.buffer.view()],
-                unit=unit.name,
-                nbytes=image.nbytes,
-            )
-        )
+        if mapped and unit.name.startswith(_LAYER):
+            records.append(_pack_mapped(unit, file, names, writer, base.store))
+            continue
+        image = base.store.adopt(unit.refs)
+        assert image is not None
+        entries, content = image.entries, image.buffer.view()
+        records.append(_write_unit(unit, file, entries, content, names, writer))
     rest = {name: ref.get() for name, ref in refs.items() if ref.key not in placed}
-    writer.finish(records, _write_rest(writer, {**rest, **named_buffers(model)}), described)
+    writer.finish(records, _write_rest(writer, {**rest, **named_buffers(base.model)}), described)
+
+
+def _pack_mapped(
+    unit: Unit,
+    file: str,
+    names: Mapping[tuple[int, str], str],
+    writer: EntryWriter,
+    store: HostStore,
+) -> PackedFile:
+    entries, nbytes = layout(unit.refs)
+    scratch = HostBuffer(nbytes, device=torch.device("cpu"))
+    fill(scratch, entries)
+    record = _write_unit(unit, file, entries, scratch.view(), names, writer)
+    buffer = MappedBuffer(writer.folder / file, start=record.start, nbytes=nbytes)
+    store.place(entries, buffer, staged=True)
+    return record
+
+
+def _write_unit(
+    unit: Unit,
+    file: str,
+    entries: Sequence[TensorEntry],
+    content: memoryview,
+    names: Mapping[tuple[int, str], str],
+    writer: EntryWriter,
+) -> PackedFile:
+    pieces = [_piece(names[entry.ref.key], entry) for entry in entries]
+    return writer.write(file, pieces, [content], unit=unit.name, nbytes=len(content))
 
 
 def unpack(
     entry: Entry,
     request: LoadRequest,
     skeleton: Callable[[LoadRequest, Mapping[str, Any]], nn.Module],
+    *,
+    store: HostStore,
+    mode: HostMode,
 ) -> LoadedBase:
     """Read a base from the cache. Reading and checking run while the skeleton is made.
 
@@ -156,15 +230,18 @@ def unpack(
         entry: the entry, open.
         request: what is loaded.
         skeleton: the strategy's ``skeleton``.
+        store: an empty store, which the units go into.
+        mode: where layers stand.
 
     Raises:
         DamagedFile: a file is not what was written.
         CheckpointError: the checkpoint does not fit.
         PrepareError: host memory cannot be had or page-locked.
     """
-    store = HostStore(request.device, home=True)
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        reads = [pool.submit(_read_unit, entry, record, request.device) for record in entry.units]
+        reads = [
+            pool.submit(_read_unit, entry, record, request.device, mode) for record in entry.units
+        ]
         try:
             model = skeleton(request, entry.described)
             for param in model.parameters():
@@ -218,17 +295,25 @@ def _write_rest(writer: EntryWriter, tensors: Mapping[str, torch.Tensor]) -> Pac
     return writer.write(_REST, pieces, chunks(), unit="rest", nbytes=nbytes)
 
 
-def _read_unit(entry: Entry, record: PackedFile, device: torch.device) -> HostBuffer:
-    buffer = HostBuffer(record.nbytes, device=device)
+def _read_unit(
+    entry: Entry, record: PackedFile, device: torch.device, mode: HostMode
+) -> tuple[HostMemory, bool]:
+    """Return a unit's stretch, checked, and whether copies must be staged."""
+    staged = mode != "pinned" and record.unit.startswith(_LAYER)
+    if staged and mode == "mmap":
+        entry.read(record, None)
+        path = entry.folder / record.file
+        return MappedBuffer(path, start=record.start, nbytes=record.nbytes), True
+    buffer = HostBuffer(record.nbytes, device=device, locked=not staged)
     entry.read(record, buffer.view())
-    return buffer
+    return buffer, staged
 
 
 def _bind_units(
     entry: Entry,
     plan: BlockPlan,
     refs: Mapping[str, TensorRef],
-    reads: Sequence[Future[HostBuffer]],
+    reads: Sequence[Future[tuple[HostMemory, bool]]],
     store: HostStore,
 ) -> None:
     names = {ref.key: name for name, ref in refs.items()}
@@ -239,7 +324,8 @@ def _bind_units(
         if [names[ref.key] for ref in unit.refs] != [piece.name for piece in record.pieces]:
             raise DamagedFile(f"{record.file} holds other tensors than {unit.name} has")
         entries = [_entry(ref, piece) for ref, piece in zip(unit.refs, record.pieces, strict=True)]
-        store.place(entries, read.result())
+        buffer, staged = read.result()
+        store.place(entries, buffer, staged=staged)
 
 
 def _entry(ref: TensorRef, piece: Piece) -> TensorEntry:

@@ -104,6 +104,8 @@ class LoadRequest:
         quantization_config: the user's ``BitsAndBytesConfig``, or None for the defaults.
         from_pretrained: further keyword arguments for Transformers' ``from_pretrained``.
         trust_remote_code: passed on to Transformers; off unless the user turned it on.
+        land: called with a finished tensor of a weight that the loader quantised; returns it in
+            host memory. None leaves that to the loader.
     """
 
     path: Path
@@ -113,6 +115,7 @@ class LoadRequest:
     quantization_config: Any = None
     from_pretrained: Mapping[str, Any] = field(factory=dict)
     trust_remote_code: bool = False
+    land: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
 
 
 class LoaderStrategy(Protocol):

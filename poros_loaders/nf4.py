@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from poros_core.packing import BaseSizes
     from poros_core.protocols import LoadRequest, TensorRef, WeightCodec
 
 __all__ = ["NF4", "Nf4Codec", "Nf4Standard", "Nf4Streamed"]
@@ -157,6 +158,10 @@ class Nf4Streamed:
         """Return what decides the bytes of the base; see ``PackingStrategy``."""
         return _cache_key(request)
 
+    def estimate(self, request: LoadRequest) -> BaseSizes:
+        """Return about how large the base will be; see ``PackingStrategy``."""
+        return _estimate(request)
+
     def describe(self, model: nn.Module) -> Mapping[str, Any]:
         """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
         return _describe(model)
@@ -201,6 +206,10 @@ class Nf4Standard:
     def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
         """Return what decides the bytes of the base; see ``PackingStrategy``."""
         return _cache_key(request)
+
+    def estimate(self, request: LoadRequest) -> BaseSizes:
+        """Return about how large the base will be; see ``PackingStrategy``."""
+        return _estimate(request)
 
     def describe(self, model: nn.Module) -> Mapping[str, Any]:
         """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
@@ -263,6 +272,19 @@ def _cache_key(request: LoadRequest) -> Mapping[str, Any]:
         precision=NF4.name,
         dtype=_dtype(request),
         quantization=None if config is None else config.to_dict(),
+    )
+
+
+def _estimate(request: LoadRequest) -> BaseSizes:
+    from poros_loaders.bnb_config import for_checkpoint
+    from poros_loaders.checkpoint import read_checkpoint
+    from poros_loaders.estimate import estimated
+
+    checkpoint = read_checkpoint(request.path)
+    config = for_checkpoint(request, checkpoint)
+    double = config is not None and config.bnb_4bit_use_double_quant
+    return estimated(
+        checkpoint, dtype=request.dtype, quantised=config is not None, double=bool(double)
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from poros_core.packing import BaseSizes
     from poros_core.protocols import LoadRequest, TensorRef, WeightCodec
 
 __all__ = ["PLAIN", "Bf16Standard", "Bf16Streamed", "PlainCodec"]
@@ -85,6 +86,10 @@ class Bf16Streamed:
         """Return what decides the bytes of the base; see ``PackingStrategy``."""
         return _cache_key(request)
 
+    def estimate(self, request: LoadRequest) -> BaseSizes:
+        """Return about how large the base will be; see ``PackingStrategy``."""
+        return _estimate(request)
+
     def describe(self, model: nn.Module) -> Mapping[str, Any]:
         """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
         return _describe(model)
@@ -126,6 +131,10 @@ class Bf16Standard:
     def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
         """Return what decides the bytes of the base; see ``PackingStrategy``."""
         return _cache_key(request)
+
+    def estimate(self, request: LoadRequest) -> BaseSizes:
+        """Return about how large the base will be; see ``PackingStrategy``."""
+        return _estimate(request)
 
     def describe(self, model: nn.Module) -> Mapping[str, Any]:
         """Return what a packed base must note besides tensors; see ``PackingStrategy``."""
@@ -170,6 +179,13 @@ def _cache_key(request: LoadRequest) -> Mapping[str, Any]:
         dtype=_dtype(request),
         quantization=None,
     )
+
+
+def _estimate(request: LoadRequest) -> BaseSizes:
+    from poros_loaders.estimate import estimated
+
+    checkpoint = read_checkpoint(request.path)
+    return estimated(checkpoint, dtype=_dtype(request), quantised=False, double=False)
 
 
 def _describe(model: nn.Module) -> Mapping[str, Any]:

@@ -57,7 +57,7 @@ def load_staged(
         CheckpointError: keys are missing, unexpected, or of another shape.
     """
     failures: list[Exception] = []
-    with _registered(_quantizer(request.device, failures, noted)) as name:
+    with _registered(_quantizer(request, failures, noted)) as name:
         quantization_config.quant_method = name
         try:
             model = load_checked(
@@ -86,9 +86,10 @@ def _registered(quantizer: type[Any]) -> Iterator[str]:
 
 
 def _quantizer(
-    device: torch.device, failures: list[Exception], noted: Mapping[str, Any] | None
+    request: LoadRequest, failures: list[Exception], noted: Mapping[str, Any] | None
 ) -> type[Any]:
-    """Return a quantizer class that stages on ``device`` and notes what failed there."""
+    """Return a quantizer class that stages on the request's device and notes what failed."""
+    device, land = request.device, request.land or torch.Tensor.cpu
 
     class LeaveEmpty(Bnb4bitQuantize):  # type: ignore[misc]
         """Touch no weight; see [Note: Nothing is touched]."""
@@ -115,8 +116,10 @@ def _quantizer(
                 quantised: dict[str, Any] = super().convert(staged, **kwargs)
                 staged.clear()
                 for parameter in quantised.values():
-                    parameter.data = parameter.data.cpu()
-                    parameter.quant_state.to(torch.device("cpu"))
+                    state = parameter.quant_state
+                    parameter.data = land(parameter.data)
+                    state.absmax = land(state.absmax)
+                    state.to(torch.device("cpu"))
             except Exception as error:
                 failures.append(error)
                 raise
