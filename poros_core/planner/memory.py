@@ -7,7 +7,7 @@ the head is in the arena. *Backward*: a block is recomputed with all that its ba
 boundaries give way to gradients. *Optimizer*: gradients, AdamW's two tensors and, unless it is
 fused, one temporary are there, and nothing of the forward. At a few hundred tokens it is the loss.
 
-[Note: One arena]
+[Note: What graphs add]
 Slots and head take turns in one arena, and while layers compute, graphs keep their temporaries in
 what the head has beyond the slots. Only what does not fit there takes memory of its own, and keeps
 it, since a graph's addresses are fixed.
@@ -62,7 +62,7 @@ class Memory:
         components: what is allocated then, by name.
         slots: what layers take of the arena.
         head: what the head takes of it, at another time.
-        graph_workspace: what graphs hold outside the arena; see [Note: One arena].
+        graph_workspace: what graphs hold outside the arena; see [Note: What graphs add].
         graphs: what the driver takes for captured graphs.
     """
 
