@@ -20,7 +20,7 @@ from poros_core.errors import GateError
 from poros_core.gate import GateOptions
 from poros_core.gate import options as gate_options
 from poros_core.gate.arms import Arm, Workshop
-from poros_core.gate.card import BEGIN, END, check_card, write_card
+from poros_core.gate.card import BEGIN, END, card_section, check_card, write_card
 from poros_core.gate.html_report import html_report
 from poros_core.gate.layers import cut_checkpoint, leading
 from poros_core.gate.meaning import proof
@@ -363,7 +363,7 @@ def test_the_report_stands_alone(cli: Callable[..., tuple[int, str, str]], tmp_p
     first = card.read_text()
     assert first.startswith("---\nlicense: mit\n---\n\n# A model\n\n" + BEGIN)
     assert "**exact**" in first
-    assert "--layers 2" in first
+    assert "\n$ poros gate --family qwen2 --shape tiny --steps 2 --layers 2\n" in first
 
 
 def test_the_report_of_a_divergence_names_it_and_escapes() -> None:
@@ -401,6 +401,17 @@ def test_a_card_is_written_again_in_place(
     new = tmp_path / "NEW.md"
     write_card(new, record)
     assert new.read_text().startswith(BEGIN)
+
+
+def test_a_card_names_no_folder_of_this_machine(fingerprints: tuple[Path, GateResult]) -> None:
+    record = dict(fingerprints[1].record)
+    asked = {**record["asked"], "shape": None, "model": "/home/me/secret/my-model"}
+    section = card_section({**record, "asked": asked, "shape": asked["model"]})
+    assert "secret" not in section
+    assert "qwen2 my-model, NF4" in section
+    assert "--model my-model" in section
+    hub = {**asked, "model": "Qwen/Qwen2.5-7B"}
+    assert "qwen2 Qwen/Qwen2.5-7B" in card_section({**record, "asked": hub, "shape": hub["model"]})
 
 
 @pytest.mark.parametrize("text", [BEGIN, END, END + BEGIN, BEGIN + END + BEGIN])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from poros_core.errors import GateError
-from poros_core.gate.meaning import stack_text, subject_text
+from poros_core.gate.meaning import subject_text, to_repeat
 
 __all__ = ["BEGIN", "END", "card_section", "check_card", "write_card"]
 
@@ -28,9 +28,8 @@ def card_section(record: Mapping[str, Any]) -> str:
         f"`poros gate` on {subject_text(record)}: **{record['verdict']}**. {record['proof']}\n\n"
         "| surface | largest difference | all bits equal |\n| --- | --- | --- |\n"
         f"{surfaces}\n\n"
-        f"Stack: {stack_text(record['stack'])}; Poros {record['stack']['poros']}; "
-        f"{record['date']}.\n\n"
-        f"```console\n$ {record['command']}\n```\n"
+        f"Poros {record['stack']['poros']}, {record['date'][:10]}:\n\n"
+        f"```console\n$ {to_repeat(record)}\n```\n"
         f"{END}\n"
     )
 

@@ -6,6 +6,7 @@ and a row can tell whether a record is its own.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from poros_core.gate.modes import Modes
 from poros_core.gate.options import GateOptions
 from poros_core.settings import Settings
 
-__all__ = ["SETTINGS", "flags_of", "options_of", "settings_of"]
+__all__ = ["SETTINGS", "command_of", "flags_of", "options_of", "settings_of"]
 
 _PREPARED = ("block_size", "vram_budget", "graphs")
 _MODES = tuple(field.name for field in attrs.fields(Modes))
@@ -74,3 +75,8 @@ def flags_of(options: GateOptions) -> list[str]:
         else:
             flags += [flag, str(value)]
     return flags
+
+
+def command_of(options: GateOptions) -> str:
+    """Return the command that asks for this gate, without the files that it leaves."""
+    return shlex.join(["poros", "gate", *flags_of(options)])

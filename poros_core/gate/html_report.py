@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from poros_core.gate.meaning import stack_text, subject_text
+from poros_core.gate.meaning import stack_text, subject_text, to_repeat
 
 __all__ = ["html_report"]
 
@@ -31,7 +31,7 @@ code { background: #f4f4f4; padding: .1rem .3rem; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: #444; }
 """
 _WIDTH, _HEIGHT = 720, 240
-_LEFT, _BOTTOM, _TOP = 62, 28, 12
+_LEFT, _BOTTOM, _TOP = 62, 28, 34
 
 
 def html_report(record: Mapping[str, Any]) -> str:
@@ -131,7 +131,7 @@ def _losses(losses: Mapping[str, Sequence[float | None]]) -> str:
             f'stroke-width="{width}" stroke-linejoin="round" stroke-linecap="round"/>'
         )
         parts.append(
-            f'<text x="{right - 90 * (len(known) - number)}" y="{_TOP + 10}" '
+            f'<text x="{right - 90 * (len(known) - number)}" y="20" '
             f'style="fill: {_COLOURS[name]}; font-weight: 600">{escape(name)}</text>'
         )
     return _svg(parts, _HEIGHT, "Loss by step")
@@ -141,10 +141,10 @@ def _memory(arms: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         [
             name,
-            _gb(arm["peak_allocated_bytes"]),
-            _gb(arm["peak_reserved_bytes"]),
+            _size(arm["peak_allocated_bytes"]),
+            _size(arm["peak_reserved_bytes"]),
             "-" if arm["step_seconds"] is None else f"{arm['step_seconds']:.3f} s",
-            _gb(arm.get("bytes_streamed_per_step")),
+            _size(arm.get("bytes_streamed_per_step")),
         ]
         for name, arm in arms.items()
     ]
@@ -163,13 +163,15 @@ def _bars(arms: Mapping[str, Mapping[str, Any]]) -> str:
         parts += [
             f'<text x="78" y="{y + 16}" text-anchor="end">{escape(name)}</text>',
             f'<rect x="86" y="{y}" width="{width:.1f}" height="24" fill="{_COLOURS[name]}"/>',
-            f'<text x="{92 + width:.1f}" y="{y + 16}">{_gb(peak)}</text>',
+            f'<text x="{92 + width:.1f}" y="{y + 16}">{_size(peak)}</text>',
         ]
     return _svg(parts, 10 + 34 * len(peaks), "Peak device memory by arm")
 
 
-def _gb(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e9:.2f} GB"
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _settings(record: Mapping[str, Any]) -> str:
@@ -185,7 +187,7 @@ def _settings(record: Mapping[str, Any]) -> str:
         ["commit", record["stack"]["poros_commit"] or "-"],
         ["date", record["date"]],
     ]
-    command = f"<p>Run it again: <code>{escape(record['command'])}</code></p>"
+    command = f"<p>Run it again: <code>{escape(to_repeat(record))}</code></p>"
     return _table(["setting", "value"], rows, numbers=set()) + command
 
 

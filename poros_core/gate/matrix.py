@@ -9,7 +9,6 @@ done; one that the time cuts short is kept and goes on when the matrix is run ag
 from __future__ import annotations
 
 import json
-import shlex
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ import attrs
 from attrs import field, frozen
 
 from poros_core.errors import GateError, PorosError
-from poros_core.gate.flags import flags_of, options_of, settings_of
+from poros_core.gate.flags import command_of, options_of, settings_of
 from poros_core.gate.options import GateOptions
 
 __all__ = [
@@ -330,7 +329,7 @@ class _RowRun:
             if self._until is not None:
                 minutes = max((self._until - time.monotonic()) / 60, 1e-3)
         record = dict(self._run(options, state=state, minutes=minutes))
-        record["command"] = shlex.join(["poros", "gate", *flags_of(options)])
+        record["command"] = command_of(options)
         return record
 
     def _control(self) -> Mapping[str, Any]:

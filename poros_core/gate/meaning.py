@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["proof", "stack_text", "subject_text"]
+from poros_core.gate.flags import command_of, options_of
+
+__all__ = ["proof", "stack_text", "subject_text", "to_repeat"]
 
 
 def proof(record: Mapping[str, Any]) -> str:
@@ -40,8 +43,22 @@ def proof(record: Mapping[str, Any]) -> str:
 
 
 def subject_text(record: Mapping[str, Any]) -> str:
-    """Return what a record is about, in a few words."""
-    return f"{record['family']} {record['shape']}, {record['precision'].upper()}"
+    """Return what a record is about, in a few words. A local model goes by its folder's name."""
+    return f"{record['family']} {_name(record['shape'])}, {record['precision'].upper()}"
+
+
+def to_repeat(record: Mapping[str, Any]) -> str:
+    """Return the command that runs a record's gate again, without anybody's folders in it."""
+    asked = dict(record["asked"])
+    if asked["model"] is not None:
+        asked["model"] = _name(asked["model"])
+    return command_of(options_of(asked))
+
+
+def _name(model: str) -> str:
+    """Return a shape or a hub id as it is, and a folder by its name alone."""
+    local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return Path(model).expanduser().absolute().name if local else model
 
 
 def stack_text(stack: Mapping[str, Any]) -> str:
