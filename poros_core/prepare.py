@@ -56,7 +56,7 @@ def prepare(
     model: M,
     *,
     block_size: int | Literal["all"] = 1,
-    vram_budget: int | None = None,
+    vram_budget: int | str | None = None,
     graphs: Graphs = "auto",
     runtime: str = "streamed",
     device: torch.device | str | int | None = None,
@@ -72,7 +72,9 @@ def prepare(
         model: a Transformers model with PEFT adapters, loaded by ``poros.load`` or the ordinary
             way. Its base moves to host memory and the device memory that it had is freed.
         block_size: decoder layers that share one recompute boundary, or ``"all"``.
-        vram_budget: device memory that the run may use, in bytes; None streams everything.
+        vram_budget: device memory that the run may use, in bytes or as ``"16GB"``; what it leaves
+            over keeps as many units as fit resident, from the second step on. ``"auto"`` takes
+            what is free but a margin; None streams everything.
         graphs: whether blocks are captured as CUDA graphs: ``"auto"`` on CUDA, ``"on"``, ``"off"``.
         runtime: name of the runtime plugin.
         device: the compute device; None means the CUDA device that the model is on, else the

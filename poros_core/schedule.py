@@ -12,7 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from attrs import frozen
 
-__all__ = ["Region", "Regions", "fetches", "upcoming_backward", "upcoming_forward"]
+__all__ = [
+    "Region",
+    "Regions",
+    "fetches",
+    "most_resident",
+    "spread",
+    "upcoming_backward",
+    "upcoming_forward",
+]
 
 
 @frozen
@@ -123,3 +131,21 @@ def upcoming_backward(layer: int, *, lowest: int, layers: int) -> list[int]:
     Pass ``layers`` for the start of a backward.
     """
     return [*range(layer - 1, lowest - 1, -1), *range(layers)]
+
+
+def spread(count: int, *, layers: int) -> frozenset[int]:
+    """Choose ``count`` of the layers, spread evenly over the depth: between two that stream, the
+    link has the same time everywhere."""
+    return frozenset(
+        layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers
+    )
+
+
+def most_resident(layer_bytes: Sequence[int], *, spare: int) -> frozenset[int]:
+    """Choose as many layers as ``spare`` bytes hold, spread evenly; see ``spread``."""
+    layers = len(layer_bytes)
+    for count in range(layers, 0, -1):
+        chosen = spread(count, layers=layers)
+        if sum(layer_bytes[layer] for layer in chosen) <= spare:
+            return chosen
+    return frozenset()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from poros_core.errors import SettingsError
+from poros_core.sizes import parse_size
 
 __all__ = ["POISON_VARIABLE", "Graphs", "Settings"]
 
@@ -26,11 +27,19 @@ def _block_size(instance: Any, attribute: Any, value: int | Literal["all"]) -> N
         )
 
 
+def _budget(value: Any) -> Any:
+    """Turn text into bytes; the validator judges the rest."""
+    is_size = isinstance(value, str) and value != "auto"
+    return parse_size(value, what="vram_budget") if is_size else value
+
+
 def _vram_budget(instance: Any, attribute: Any, value: object) -> None:
-    if value is not None:
+    if value is None or value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingsError(
-            f"vram_budget={value!r}: this version keeps no unit resident, so None (everything "
-            "streams) is the only value. Leave vram_budget out."
+            "vram_budget must be None (everything streams), 'auto', a size such as '16GB', or "
+            f"bytes; got {value!r}."
         )
 
 
@@ -46,7 +55,8 @@ class Settings:
     Attributes:
         block_size: decoder layers that share one recompute boundary, or ``"all"``. A larger block
             keeps fewer boundary activations and needs a larger device window.
-        vram_budget: device memory that the run may use, in bytes; None streams everything.
+        vram_budget: device memory that the run may use, in bytes or as ``"16GB"``; what it leaves
+            over keeps units resident. ``"auto"`` takes what is free, None streams everything.
         graphs: whether blocks are captured as CUDA graphs: ``"auto"`` (on CUDA), ``"on"`` (an
             error elsewhere) or ``"off"``.
         runtime: name of the runtime plugin.
@@ -55,7 +65,9 @@ class Settings:
     """
 
     block_size: int | Literal["all"] = field(default=1, validator=_block_size)
-    vram_budget: int | None = field(default=None, validator=_vram_budget)
+    vram_budget: int | Literal["auto"] | None = field(
+        default=None, converter=_budget, validator=_vram_budget
+    )
     graphs: Graphs = field(default="auto", validator=_graphs)
     runtime: str = "streamed"
     poison: bool = field(factory=lambda: os.environ.get(POISON_VARIABLE) == "1")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from poros.cli import main
-from poros_core.errors import GateError, SettingsError
+from poros_core.errors import GateError
 from poros_core.gate import GateOptions, arms, run
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES, Comparison, StepView
@@ -557,11 +557,6 @@ def test_bad_input_is_one_paragraph(
     assert err.startswith("Error: ")
     assert message in err
     assert len(err.strip().splitlines()) == 1
-
-
-def test_what_this_version_cannot_do_is_refused() -> None:
-    with pytest.raises(SettingsError):
-        options(settings=Settings(vram_budget=10**9))
 
 
 def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:

@@ -140,9 +140,13 @@ def test_a_block_size_that_cannot_be_is_refused(block_size: Any) -> None:
         poros.prepare(adapted(), block_size=block_size, verbose=False)
 
 
-def test_what_this_version_cannot_do_is_refused() -> None:
+@pytest.mark.parametrize("budget", [0, -1, True, 1.5, "much", "0GB", "AUTO"])
+def test_a_budget_that_cannot_be_is_refused(budget: Any) -> None:
     with pytest.raises(poros.SettingsError, match="vram_budget"):
-        poros.prepare(adapted(), vram_budget=10**9, verbose=False)
+        poros.prepare(adapted(), vram_budget=budget, verbose=False)
+
+
+def test_a_setting_that_cannot_be_is_refused() -> None:
     with pytest.raises(poros.SettingsError, match="graphs"):
         poros.prepare(adapted(), graphs="sometimes", verbose=False)  # type: ignore[arg-type]
     with pytest.raises(poros.SettingsError, match="No runtime is named 'magic'"):

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros_core.schedule import Region, Regions, fetches, upcoming_backward, upcoming_forward
+from poros_core.schedule import (
+    Region,
+    Regions,
+    fetches,
+    most_resident,
+    spread,
+    upcoming_backward,
+    upcoming_forward,
+)
 
 SIZES = st.lists(st.integers(1, 9).map(lambda n: n * 256), min_size=1, max_size=14)
 
@@ -150,3 +158,23 @@ def test_the_order_of_a_backward_goes_on_with_the_next_forward() -> None:
 def test_a_region_does_not_overlap_its_neighbour() -> None:
     assert not Region(0, 256).overlaps(Region(256, 256))
     assert Region(0, 257).overlaps(Region(256, 256))
+
+
+@given(st.integers(1, 100), st.data())
+def test_resident_layers_are_spread_evenly(layers: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, layers))
+    chosen = spread(count, layers=layers)
+    assert len(chosen) == count
+    assert chosen <= set(range(layers))
+    for start in range(layers):
+        for length in range(1, layers - start + 1):
+            inside = len(chosen & set(range(start, start + length)))
+            assert abs(inside - count * length / layers) < 1, "as many as its share, but for one"
+
+
+@given(SIZES, st.integers(0, 40000))
+def test_resident_layers_fit_and_one_more_would_not(sizes: list[int], spare: int) -> None:
+    chosen = most_resident(sizes, spare=spare)
+    assert sum(sizes[layer] for layer in chosen) <= spare
+    for count in range(len(chosen) + 1, len(sizes) + 1):
+        assert sum(sizes[layer] for layer in spread(count, layers=len(sizes))) > spare

@@ -90,8 +90,11 @@ def gate(
         str, typer.Option(help="Layers that share one recompute boundary, or 'all'.")
     ] = "1",
     vram_budget: Annotated[
-        int | None,
-        typer.Option(help="Device memory in bytes.", show_default="everything streams"),
+        str | None,
+        typer.Option(
+            help="Device memory for the streamed arm: 16GB, bytes, or auto.",
+            show_default="everything streams",
+        ),
     ] = None,
     graphs: Annotated[str, typer.Option(help="CUDA graphs: auto, on, off.")] = "auto",
     optimizer_state: Annotated[

@@ -10,17 +10,13 @@ from attrs import field, frozen, validators
 
 from poros_core.errors import SettingsError
 from poros_core.planner.weights import Precision
+from poros_core.sizes import parse_size
 
 __all__ = ["CHUNK", "RunSettings", "parse_rate", "parse_size"]
 
 CHUNK = 1024
 """Tokens in a chunk of ``poros.chunked_loss``; as in ``poros_core.chunked_loss``, which needs
 torch. A test holds the two together."""
-
-_UNITS = {
-    **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
-}
 
 
 def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
@@ -67,23 +63,6 @@ class RunSettings:
     def tokens_with_logits(self) -> int:
         """Tokens that have logits at a time."""
         return self.tokens if self.loss_chunk is None else min(self.tokens, self.loss_chunk)
-
-
-def parse_size(text: str, *, what: str) -> int:
-    """Return a size in bytes.
-
-    Args:
-        text: a number with a unit, as ``16GB`` (1e9 bytes each) or ``16GiB``; without one, bytes.
-        what: which setting it is, for the error.
-
-    Raises:
-        SettingsError: it is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    factor = None if match is None else _UNITS.get(match[2].upper())
-    if match is None or factor is None or float(match[1]) == 0:
-        raise SettingsError(f"{what} must be a size such as 16GB or 15.5GiB; got '{text}'.")
-    return round(float(match[1]) * factor)
 
 
 def parse_rate(text: str, *, what: str, unit: str, factor: float) -> float:

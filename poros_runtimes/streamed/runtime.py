@@ -264,7 +264,7 @@ class StreamedHandle:
             "copies": self.units.window.copies,
             "eager_blocks": self.units.eager.blocks,
             "graph_replays": 0 if self.units.graphs is None else self.units.graphs.replays,
-            "resident_units": 0,
+            "resident_units": len(self.units.resident),
         }
 
 

@@ -9,18 +9,13 @@ because a graph is retained for another one, the layers move out to slots of the
 there: what autograd saved of the head goes by its address, so the head cannot move. An evaluation
 has no backward, so the next forward parks the head. While parked it still reads true from host
 memory.
-
-[Note: The first steps' memory]
-What a first backward frees, the allocator keeps in pieces of the size of the logits, and gradients
-and optimizer state that come into being then take room inside of them; later logits need memory of
-their own. So during the first steps cached memory is given back at each turn of the step, and what
-stays comes to lie close together.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -28,13 +23,21 @@ import torch
 from poros_core.host_store import ALIGNMENT, HostStore
 from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
-from poros_core.schedule import Region, Regions, upcoming_backward, upcoming_forward
+from poros_core.schedule import (
+    Region,
+    Regions,
+    most_resident,
+    upcoming_backward,
+    upcoming_forward,
+)
 from poros_core.scratch import register
 from poros_core.settings import Settings
 from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
 from poros_runtimes.streamed.block import BackwardToken
 from poros_runtimes.streamed.boundary import EagerExecutor, Executor
+from poros_runtimes.streamed.budget import Budget
 from poros_runtimes.streamed.capture import CudaCapturer
+from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
 from poros_runtimes.streamed.window import Window
@@ -46,10 +49,6 @@ _log = get_logger("runtime")
 _START = 2
 """Units that stay in the window between steps: what the next forward starts with. The first
 computes while the second waits and the third is on its way."""
-
-_FIRST = 4
-"""Backwards that count as first; see [Note: The first steps' memory]. The first runs eagerly, and
-the second captures graphs."""
 
 
 class Units:
@@ -70,7 +69,11 @@ class Units:
         self._head_bound = False
         self._tokens: weakref.WeakSet[BackwardToken] = weakref.WeakSet()
         self._lowest = 0
-        self._backwards = 0
+        self._first = FirstSteps(plan.model, plan.device)
+        budget = settings.vram_budget
+        self._budget = None if budget is None else Budget(budget, plan.device)
+        self.resident: frozenset[int] = frozenset()
+        self._waiting = False
         images = [store.adopt(unit.refs) for unit in plan.layers]
         head = store.adopt(plan.head.refs) if plan.head is not None else None
         for table in plan.embeddings:
@@ -79,16 +82,16 @@ class Units:
         self._slots = max(2, 2 * size)
         self._layer_bytes = [0 if image is None else image.nbytes for image in images]
         self._head_bytes = 0 if head is None else head.nbytes
-        regions = self._regions(self._head_bytes)
+        slots, regions = self._regions(self._head_bytes)
         self._lane = make_lane(plan.device)
         self._on_cuda = plan.device.type == "cuda"
         self._use_graphs = settings.graphs != "off" and self._on_cuda
-        self._arena: Arena | None = self._new_arena(regions.size, kept=regions.slot_bytes)
+        self._arena: Arena | None = self._new_arena(slots.size, kept=slots.slot_bytes)
         self.shared = head is not None
         self._reclaim: Callable[[], None] | None = None
         self.window = Window(
             [*images, head],
-            [*regions.layers, regions.head],
+            [regions.get(unit) for unit in range(self._count + 1)],
             arena=self._arena.memory,
             lane=self._lane,
             device=plan.device,
@@ -118,8 +121,15 @@ class Units:
         """Whether a backward is still to come."""
         return any(token.outstanding for token in self._tokens)
 
-    def _regions(self, head_bytes: int) -> Regions:
-        return Regions.lay_out(self._layer_bytes, slots=self._slots, head_bytes=head_bytes)
+    def _regions(self, head_bytes: int) -> tuple[Regions, dict[int, Region]]:
+        """Lay out what streams; return that, and the region of each unit."""
+        streaming = [layer for layer in range(self._count) if layer not in self.resident]
+        sizes = [self._layer_bytes[layer] for layer in streaming]
+        regions = Regions.lay_out(sizes, slots=self._slots, head_bytes=head_bytes)
+        found = dict(zip(streaming, regions.layers, strict=True))
+        if self._head is not None and regions.head is not None:
+            found[self._head] = regions.head
+        return regions, found
 
     def _new_arena(self, size: int, *, kept: int) -> Arena:
         device = self._plan.device
@@ -136,7 +146,12 @@ class Units:
     def begin_forward(self) -> None:
         """A forward of the decoder starts: copy what it starts with."""
         self._make_room()
-        self._give_back()
+        if torch.is_grad_enabled():
+            measured = self._first.forward()
+            if self._budget is not None and (measured or self._waiting):
+                self._keep_resident(self._budget)
+            elif self._budget is not None:
+                self._budget.start()
         self.window.prefetch(upcoming_forward(-1, layers=self._count, head=self._head))
         if not self.outstanding:
             self._lowest = self._count
@@ -167,7 +182,7 @@ class Units:
     def head_done(self, token: BackwardToken) -> None:
         """The backward of one call has reached the decoder's output."""
         token.head = False
-        self._give_back()
+        self._first.turn()
         if self.shared and self._head_bound and _graph_is_retained():
             self._move_layers("a graph is retained for another backward")
         if self._head_bound and not any(other.head for other in self._tokens):
@@ -188,20 +203,14 @@ class Units:
         self._plan.layers[layer].keep_parameters()
         self.window.release(layer)
         if backward and layer <= self._lowest:
-            self.window.keep_only(range(_START))
-            self._give_back()
-            self._backwards += 1
+            self.window.keep_only(self._kept)
+            self._first.backward()
         head = self._head if not self.shared or self._shareable else None
         self.window.prefetch(
             upcoming_backward(layer, lowest=self._lowest, layers=self._count)
             if backward
             else upcoming_forward(layer, layers=self._count, head=head)
         )
-
-    def _give_back(self) -> None:
-        """See [Note: The first steps' memory]."""
-        if self._on_cuda and self._backwards < _FIRST:
-            torch.cuda.empty_cache()
 
     def park_head(self) -> None:
         """Park the head, if it is bound."""
@@ -246,9 +255,9 @@ class Units:
 
     @torch.inference_mode(False)
     def _rebuild(self) -> None:
-        regions = self._regions(self._head_bytes)
-        self._arena = self._new_arena(regions.size, kept=regions.slot_bytes)
-        self.window.rebuild(self._numbered(regions), self._arena.memory)
+        slots, regions = self._regions(self._head_bytes)
+        self._arena = self._new_arena(slots.size, kept=slots.slot_bytes)
+        self.window.rebuild(regions, self._arena.memory)
         self._capture_in(self._arena)
 
     def _capture_in(self, arena: Arena | None) -> None:
@@ -258,20 +267,47 @@ class Units:
         if self._capturer is not None:
             self._capturer.use(arena if isinstance(arena, GraphArena) else None)
 
-    def _numbered(self, regions: Regions) -> dict[int, Region]:
-        found = dict(enumerate(regions.layers))
-        if self._head is not None and regions.head is not None:
-            found[self._head] = regions.head
-        return found
+    @property
+    def _kept(self) -> set[int]:
+        """Units that stay in the window between steps."""
+        streaming = (layer for layer in range(self._count) if layer not in self.resident)
+        return {*self.resident, *islice(streaming, _START)}
+
+    @torch.inference_mode(False)
+    def _keep_resident(self, budget: Budget) -> None:
+        """Give as many layers as the budget leaves room for memory of their own."""
+        self._waiting = self.outstanding
+        if self._waiting:
+            return
+        graphs = 0 if self.graphs is None else 2 * self._count
+        spare = budget.spare(own=self.window.arena.nbytes, graphs=graphs)
+        if spare < 0:
+            raise budget.refuse(spare)
+        self.resident = most_resident(self._layer_bytes, spare=spare)
+        nbytes = sum(self._layer_bytes[layer] for layer in self.resident)
+        _log.info("units_kept", units=len(self.resident), bytes=nbytes, spare=spare)
+        if not self.resident:
+            return
+        kept = PlainArena(nbytes, device=self._plan.device)
+        self._lane.adopt(kept)
+        offsets = accumulate((self._layer_bytes[i] for i in sorted(self.resident)), initial=0)
+        own = {
+            layer: Region(offset, self._layer_bytes[layer])
+            for layer, offset in zip(sorted(self.resident), offsets, strict=False)
+        }
+        _, streaming = self._regions(self._head_bytes if self.shared else 0)
+        self.window.move(own, kept.memory)
+        self.window.move(streaming, self.window.arena)
+        self._capture_in(self._arena)
 
     @torch.inference_mode(False)
     def _move_layers(self, reason: str) -> None:
-        regions = self._regions(0)
-        arena = self._new_arena(regions.size, kept=regions.size)
-        self.window.move(self._numbered(regions), arena.memory)
+        slots, regions = self._regions(0)
+        arena = self._new_arena(slots.size, kept=slots.size)
+        self.window.rebuild(regions, arena.memory)
         self._arena, self.shared = arena, False
         self._capture_in(arena)
-        _log.info("layers_moved", reason=reason, bytes=regions.size)
+        _log.info("layers_moved", reason=reason, bytes=slots.size)
 
     @torch.inference_mode(False)
     def _move_head(self) -> None:

@@ -243,14 +243,16 @@ class Window:
                 place.event = now
 
     def drop(self) -> None:
-        """Let the arena go. No unit may be in it; ``rebuild`` gives them another."""
+        """Let the arena go. No unit may be in it; ``rebuild`` gives its units another."""
+        whole = Region(self.arena.data_ptr(), self.arena.nbytes)
         self.arena = empty = torch.empty(0, dtype=torch.uint8, device=self.arena.device)
         for place in filter(None, self._places):
-            assert place.state is Residency.HOST
-            place.memory, place.bindings = empty, []
+            if place.region.overlaps(whole):
+                assert place.state is Residency.HOST
+                place.memory, place.bindings = empty, []
 
     def rebuild(self, regions: Mapping[int, Region], arena: torch.Tensor) -> None:
-        """Give every unit a region of a new arena."""
+        """Give the units that were in the arena regions of a new one."""
         self.arena = arena
         self.move(regions, arena)
 

@@ -1,0 +1,119 @@
+"""With a budget, some units stay on the device; the bits are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros_core.prepare import prepared_of
+from semantics.arms import LAYERS, NF4, Arm, batches, compare, play
+
+
+def units_of(arm: Arm) -> Any:
+    prepared = prepared_of(arm.model)
+    assert prepared is not None
+    return prepared.handle.units
+
+
+def sizes_of(block_size: Any) -> tuple[int, int]:
+    """Return the bytes of the arena and of one layer."""
+    seen: list[tuple[int, int]] = []
+
+    def script(arm: Arm) -> None:
+        units = units_of(arm)
+        seen.append((units.window.arena.nbytes, max(units._layer_bytes)))
+        arm.train(batches(1))
+
+    play(script, NF4, streamed=True, late=False, block_size=block_size)
+    return seen[0]
+
+
+def steps(arm: Arm) -> None:
+    optimizer = arm.optimizer()
+    arm.train(batches(2), optimizer)
+    for first, second in ((0, 1), (2, 3)):  # accumulation, and two forwards before a backward
+        losses = [arm.model(**batch).loss for batch in batches(2, seed=first + second)]
+        torch.stack(losses).sum().backward()
+        arm.model(**batches(1, seed=second)[0]).loss.backward()
+        arm.step(optimizer)
+    arm.model.eval()
+    with torch.no_grad():
+        arm.note("evaluated", arm.model(**batches(1)[0]).logits)
+    arm.model.train()
+    arm.train(batches(1), optimizer)
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+@pytest.mark.parametrize("kept", [1, 3, LAYERS])
+def test_units_stay_and_the_bits_are_the_same(kept: int, block_size: int) -> None:
+    arena, layer = sizes_of(block_size)
+    resident = play(steps, NF4, streamed=False, late=False)
+    budget = arena + kept * layer
+    streamed = play(
+        steps, NF4, streamed=True, late=False, block_size=block_size, vram_budget=budget
+    )
+    compare(resident.notes, streamed.notes)
+    units = units_of(streamed)
+    assert len(units.resident) == kept
+    assert units_of(streamed).window.arena.nbytes <= arena
+
+
+def test_resident_units_are_copied_once() -> None:
+    arena, layer = sizes_of(1)
+
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        arm.train(batches(2), optimizer)
+        before = units_of(arm).window.copies if arm.streamed else 0
+        arm.train(batches(2), optimizer)
+        if arm.streamed:
+            units = units_of(arm)
+            streaming = LAYERS - len(units.resident)
+            # Two of the streaming layers stay for the next forward; the head is copied once.
+            assert units.window.copies - before <= 2 * (2 * streaming - 2 + 1)
+            assert len(units.resident) == 2
+
+    resident = play(script, NF4, streamed=False, late=False)
+    budget = arena + 2 * layer
+    streamed = play(script, NF4, streamed=True, late=False, vram_budget=budget)
+    compare(resident.notes, streamed.notes)
+
+
+def test_residents_with_optimizer_state_on_the_host() -> None:
+    arena, layer = sizes_of("all")
+
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        if arm.streamed:
+            poros.offload_optimizer(optimizer)
+        arm.train(batches(4), optimizer)
+
+    resident = play(script, NF4, streamed=False, late=False)
+    budget = arena + 2 * layer
+    streamed = play(script, NF4, streamed=True, late=False, block_size="all", vram_budget=budget)
+    compare(resident.notes, streamed.notes)
+    assert len(units_of(streamed).resident) == 2
+
+
+def test_a_budget_that_is_too_small_is_an_error_that_says_what_is_needed() -> None:
+    def script(arm: Arm) -> None:
+        arm.train(batches(1))
+        with pytest.raises(poros.StateError, match=r"vram_budget is 0\.00 GB, and this run needs"):
+            arm.train(batches(1))
+        poros.unprepare(arm.model)
+        arm.train(batches(1))
+
+    play(script, NF4, streamed=True, late=False, vram_budget=1000)
+
+
+def test_auto_keeps_nothing_on_a_cpu() -> None:
+    def script(arm: Arm) -> None:
+        arm.train(batches(3))
+        if arm.streamed:
+            assert not units_of(arm).resident
+
+    resident = play(script, NF4, streamed=False, late=False)
+    compare(resident.notes, play(script, NF4, streamed=True, late=False, vram_budget="auto").notes)
