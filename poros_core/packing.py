@@ -45,13 +45,16 @@ __all__ = [
 _REST = "rest.safetensors"
 _READERS = 8
 _LAYER = "layer "
-_NAMES = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
-    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-    torch.int64: "I64", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @frozen(kw_only=True)
