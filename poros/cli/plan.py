@@ -13,9 +13,10 @@ from poros_core.doctor import copy_rate
 from poros_core.errors import SettingsError
 from poros_core.planner import HOST_MARGIN, RunPlan, plan_run, read_model
 from poros_core.planner.memory import CONTEXT_BYTES, Memory
-from poros_core.planner.settings import RunSettings, parse_rate, parse_size
-from poros_core.planner.step_time import ASSUMED_LINK, CARDS, Rates
+from poros_core.planner.settings import RunSettings, parse_rate
+from poros_core.planner.step_time import ASSUMED_LINK, CARDS, Rates, StepTime
 from poros_core.planner.weights import checked_precision
+from poros_core.sizes import parse_size
 
 __all__ = ["register"]
 
@@ -193,14 +194,18 @@ def _other_rows(plan: RunPlan, rates: Rates) -> list[tuple[str | Text, str | Tex
     rows = {
         "host memory": f"{_gb(plan.host_bytes)}, page-locked ({parts})",
         "disk": f"{_gb(model.download)} to download, adapter {_gb(adapter)}",
-        "step": _step_text(plan, rates),
-        "without Poros": f"card must have {resident}",
+        "step, all streams": _step_text(plan.time, rates),
     }
+    if plan.kept_time is not None and plan.kept:
+        layers = len(model.weights.layers)
+        rows["step, with the budget"] = (
+            f"{plan.kept} of {layers} layers stay on the card: {_step_text(plan.kept_time, rates)}"
+        )
+    rows["without Poros"] = f"card must have {resident}"
     return [(Text(name, style="bold"), text) for name, text in rows.items()]
 
 
-def _step_text(plan: RunPlan, rates: Rates) -> str:
-    time = plan.time
+def _step_text(time: StepTime, rates: Rates) -> str:
     link = f"{time.link:.3f} s for {_gb(time.streamed)} at {rates.link / 1e9:.1f} GB/s"
     if time.compute is None:
         return (
@@ -296,23 +301,29 @@ def _as_json(plan: RunPlan, rates: Rates) -> dict[str, Any]:
             "download_bytes": model.download,
             "adapter_bytes": 4 * model.weights.adapter_count(plan.run.rank),
         },
-        "step": {
-            "seconds": plan.time.seconds,
-            "complete": plan.time.compute is not None,
-            "bound": plan.time.bound,
-            "link_seconds": plan.time.link,
-            "compute_seconds": plan.time.compute,
-            "launch_seconds": plan.time.launch,
-            "beside_seconds": plan.time.beside,
-            "bytes_streamed": plan.time.streamed,
-            "rates": attrs.asdict(rates),
-        },
+        "step": _time_json(plan.time),
+        "kept_layers": plan.kept,
+        "step_with_budget": None if plan.kept_time is None else _time_json(plan.kept_time),
+        "rates": attrs.asdict(rates),
         "vram_budget": plan.vram,
         "ram": plan.ram,
         "loads": plan.loads,
         "trains": plan.trains,
         "fitting": [attrs.asdict(option) for option in plan.fitting],
         "longest_seq_len": plan.longest,
+    }
+
+
+def _time_json(time: StepTime) -> dict[str, Any]:
+    return {
+        "seconds": time.seconds,
+        "complete": time.compute is not None,
+        "bound": time.bound,
+        "link_seconds": time.link,
+        "compute_seconds": time.compute,
+        "launch_seconds": time.launch,
+        "beside_seconds": time.beside,
+        "bytes_streamed": time.streamed,
     }
 
 

@@ -21,6 +21,7 @@ from poros_core.planner.settings import CHUNK, RunSettings
 from poros_core.planner.step_time import Rates, StepTime, step_time
 from poros_core.planner.weights import Weights, sort_weights
 from poros_core.plugins import plugins
+from poros_core.schedule import most_resident
 
 __all__ = ["HOST_MARGIN", "Model", "RunPlan", "plan_run", "read_model"]
 
@@ -69,6 +70,8 @@ class RunPlan:
         vram: device memory that there is; None if that was not said.
         ram: host memory that there is; None if that was not said.
         fitting: settings that fit, the asked ones first if they do; empty if none does.
+        kept: how many layers ``vram_budget`` keeps on the device with the first of them.
+        kept_time: the step time with it; None without a budget, or if nothing fits.
         longest: the longest sequence that fits with the first of them; None if none does.
     """
 
@@ -82,6 +85,8 @@ class RunPlan:
     vram: int | None
     ram: int | None
     fitting: tuple[RunSettings, ...]
+    kept: int
+    kept_time: StepTime | None
     longest: int | None
 
     @property
@@ -194,6 +199,10 @@ def plan_run(
     _check(model, run)
     weights = model.weights
     fitting = tuple(option for option in _options(model, run) if _fits(model, option, vram, ram))
+    resident, kept_time = frozenset[int](), None
+    if fitting and vram is not None:
+        resident = _resident(model, fitting[0], vram)
+        kept_time = step_time(weights, fitting[0], rates, resident=resident)
     return RunPlan(
         model=model,
         run=run,
@@ -205,6 +214,8 @@ def plan_run(
         vram=vram,
         ram=ram,
         fitting=fitting,
+        kept=len(resident),
+        kept_time=kept_time,
         longest=_longest(model, fitting[0], vram, ram) if fitting else None,
     )
 
@@ -245,6 +256,12 @@ def _fits(model: Model, run: RunSettings, vram: int | None, ram: int | None) -> 
     if not _host_fits(sum(host_memory(model.weights, run).values()), ram):
         return False
     return vram is None or device_memory(model.weights, run, softcap=model.softcap).device <= vram
+
+
+def _resident(model: Model, run: RunSettings, vram: int) -> frozenset[int]:
+    """Return which layers a budget keeps on the device: as many as fit, spread over the depth."""
+    spare = vram - device_memory(model.weights, run, softcap=model.softcap).device
+    return most_resident(model.weights.layer_bytes(run.precision), spare=spare)
 
 
 def _host_fits(nbytes: int, ram: int | None) -> bool:

@@ -15,7 +15,7 @@ it, since a graph's addresses are fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import attrs
 from attrs import frozen
@@ -238,10 +238,13 @@ def _blocks(weights: Weights, run: RunSettings) -> int:
     return -(-len(weights.layers) // run.block_size)
 
 
-def arena_of(weights: Weights, run: RunSettings) -> Regions:
-    """Return the regions of the arena: slots and head."""
+def arena_of(
+    weights: Weights, run: RunSettings, *, resident: Collection[int] = frozenset()
+) -> Regions:
+    """Return the regions of the arena: slots of the layers that stream, and head."""
+    sizes = weights.layer_bytes(run.precision)
     return Regions.lay_out(
-        weights.layer_bytes(run.precision),
+        [nbytes for layer, nbytes in enumerate(sizes) if layer not in resident],
         slots=max(2, 2 * run.block_size),
         head_bytes=weights.head_bytes,
     )

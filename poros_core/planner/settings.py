@@ -10,9 +10,8 @@ from attrs import field, frozen, validators
 
 from poros_core.errors import SettingsError
 from poros_core.planner.weights import Precision
-from poros_core.sizes import parse_size
 
-__all__ = ["CHUNK", "RunSettings", "parse_rate", "parse_size"]
+__all__ = ["CHUNK", "RunSettings", "parse_rate"]
 
 CHUNK = 1024
 """Tokens in a chunk of ``poros.chunked_loss``; as in ``poros_core.chunked_loss``, which needs

@@ -8,7 +8,7 @@ third bound. What does not overlap is the loss, the optimizer and the ends of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from attrs import frozen
 
@@ -91,14 +91,22 @@ class StepTime:
         return max(bounds, key=lambda name: bounds[name])
 
 
-def streamed_bytes(weights: Weights, run: RunSettings) -> int:
+def streamed_bytes(
+    weights: Weights, run: RunSettings, *, resident: Collection[int] = frozenset()
+) -> int:
     """Return the bytes that one micro-batch copies to the device.
 
-    Every layer comes twice and the head once. At the turn the last layers are still in their
-    slots, unless the head took their place; between steps the first ones stay.
+    Every layer that streams comes twice and the head once. At the turn the last layers are still
+    in their slots, unless the head took their place; between steps the first ones stay.
+
+    Args:
+        weights: the model's.
+        run: the run.
+        resident: layers that a budget keeps on the device.
     """
-    sizes = weights.layer_bytes(run.precision)
-    regions = arena_of(weights, run)
+    every = weights.layer_bytes(run.precision)
+    sizes = [nbytes for layer, nbytes in enumerate(every) if layer not in resident]
+    regions = arena_of(weights, run, resident=resident)
     turn = range(max(0, len(sizes) - regions.slots), len(sizes))
     head = regions.head
     stay = {n for n in turn if head is None or not regions.layers[n].overlaps(head)}
@@ -107,9 +115,22 @@ def streamed_bytes(weights: Weights, run: RunSettings) -> int:
     return 2 * sum(sizes) - once + weights.head_bytes
 
 
-def step_time(weights: Weights, run: RunSettings, rates: Rates) -> StepTime:
-    """Return how long an optimizer step takes."""
-    streamed = run.accumulate * streamed_bytes(weights, run)
+def step_time(
+    weights: Weights,
+    run: RunSettings,
+    rates: Rates,
+    *,
+    resident: Collection[int] = frozenset(),
+) -> StepTime:
+    """Return how long an optimizer step takes.
+
+    Args:
+        weights: the model's.
+        run: the run.
+        rates: how fast the machine is.
+        resident: layers that a budget keeps on the device.
+    """
+    streamed = run.accumulate * streamed_bytes(weights, run, resident=resident)
     state = 8 * weights.adapter_count(run.rank) if run.optimizer_state == "host" else 0
     layers = len(weights.layers)
     return StepTime(
