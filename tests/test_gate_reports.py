@@ -27,7 +27,7 @@ from poros_core.gate.meaning import proof
 from poros_core.gate.options import subject_of
 from poros_core.gate.packed_checkpoint import write_packed_checkpoint
 from poros_core.gate.random_checkpoint import write_random_checkpoint
-from poros_core.gate.record import GateResult
+from poros_core.gate.record import Evidence, GateResult
 from poros_core.gate.run import GateFiles, run_gate
 from poros_core.plugins import plugins
 from poros_core.status import read_records
@@ -200,6 +200,24 @@ def test_weights_that_cannot_be_rolled(
     monkeypatch.setattr(gate_options, "read_config", lambda model: whole)
     with pytest.raises(GateError, match=message):
         run_gate(attrs.evolve(SHORT, weights="rolled", **changes))
+
+
+# what a budget explains
+
+
+def test_a_budget_explains_units_that_stay() -> None:
+    def problems(**changes: Any) -> list[str]:
+        given: dict[str, Any] = {"resident_units": 2, "least_bytes": 100, "untrained": []}
+        counters = [{"bytes_streamed": 120}]
+        return Evidence(counters=counters, **{**given, **changes}).problems()
+
+    assert problems() == ["2 units stayed on the device without a budget"]
+    assert problems(budget=500, resident_bytes=400) == []
+    assert problems(budget="auto", resident_bytes=400) == []
+    (too_much,) = problems(budget=500, resident_bytes=501)
+    assert too_much.endswith("stayed on the device, more than the budget of 500")
+    (too_little,) = problems(budget=500, least_bytes=121)
+    assert "a smaller --vram-budget shows streaming" in too_little
 
 
 # fingerprints

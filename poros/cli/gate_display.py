@@ -188,9 +188,5 @@ def _verdict(result: GateResult) -> Text:
         text.append(f"void: {'; '.join(result.void_reasons)}", style="red")
     else:
         text.append(f"{result.verdict.replace('-', ' ')}", style="yellow")
-    if (
-        result.verdict in ("other-stack", "unfinished")
-        or result.record["kind"] != "training-parity"
-    ):
-        text.append(f"\n{record['proof']}")
+    text.append(f"\n{record['proof']}", style="dim")
     return text

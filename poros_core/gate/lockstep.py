@@ -17,6 +17,7 @@ from poros_core.gate.fingerprints import FingerprintWriter
 from poros_core.gate.options import GateOptions
 from poros_core.gate.progress import Progress
 from poros_core.gate.record import Evidence
+from poros_core.prepare import Prepared
 
 __all__ = ["Lockstep", "Observer", "evidence_of", "least_bytes", "loss_of"]
 
@@ -141,11 +142,16 @@ def loss_of(view: StepView) -> float:
 
 def evidence_of(arm: Arm, counters: Sequence[Mapping[str, int]], *, accumulate: int) -> Evidence:
     """Return what a streamed arm shows of its streaming and training."""
+    prepared = arm.prepared
+    assert prepared is not None
+    resident = arm.counters()["resident_units"]
     return Evidence(
         counters=counters,
-        resident_units=arm.counters()["resident_units"],
+        resident_units=resident,
         least_bytes=accumulate * least_bytes(arm),
         untrained=arm.untrained(),
+        budget=prepared.settings.vram_budget,
+        resident_bytes=resident * min(_layer_bytes(prepared)),
     )
 
 
@@ -153,11 +159,18 @@ def least_bytes(arm: Arm) -> int:
     """Return how many bytes the layers of a micro-batch stream at least.
 
     Every layer is needed twice. A copy is spared only where the backward finds a layer that the
-    forward left in its slot, and where the forward finds what it starts with, two layers.
+    forward left in its slot, and where the forward finds what it starts with, two layers; and for
+    the layers that a budget keeps on the device.
     """
     prepared = arm.prepared
     assert prepared is not None
-    sizes = [sum(ref.get().nbytes for ref in unit.refs) for unit in prepared.plan.layers]
+    sizes = _layer_bytes(prepared)
     block = max(len(group) for group in prepared.plan.blocks(prepared.settings.block_size))
     spared = min(2 * block, len(sizes)) + 2
-    return 2 * sum(sizes) - spared * max(sizes)
+    if prepared.settings.vram_budget is not None:
+        spared += 2 * arm.counters()["resident_units"]
+    return max(0, 2 * sum(sizes) - spared * max(sizes))
+
+
+def _layer_bytes(prepared: Prepared) -> list[int]:
+    return [sum(ref.get().nbytes for ref in unit.refs) for unit in prepared.plan.layers]

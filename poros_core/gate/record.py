@@ -47,14 +47,18 @@ class Evidence:
     Attributes:
         counters: per step, how much the runtime's totals rose.
         resident_units: units that stayed on the device.
-        least_bytes: bytes that a step streams at least, as the plan implies.
+        least_bytes: bytes that a step streams at least, as the plan and the budget imply.
         untrained: adapter tensors without a usable gradient, or that ended as they started.
+        budget: the ``vram_budget`` that it was prepared with.
+        resident_bytes: bytes that the resident units take at least.
     """
 
     counters: Sequence[Mapping[str, int]]
     resident_units: int
     least_bytes: int
     untrained: Sequence[str]
+    budget: int | str | None = None
+    resident_bytes: int = 0
 
     def problems(self) -> list[str]:
         """Return why a verdict would be void; empty if it stands."""
@@ -64,9 +68,17 @@ class Evidence:
             found.append(
                 f"a step streamed {streamed} bytes, and streaming every layer takes at least "
                 f"{self.least_bytes}"
+                if self.budget is None
+                else f"a step streamed {streamed} bytes, and those that do not stay on the device "
+                f"take at least {self.least_bytes}: a smaller --vram-budget shows streaming"
             )
-        if self.resident_units:
+        if self.resident_units and self.budget is None:
             found.append(f"{self.resident_units} units stayed on the device without a budget")
+        if isinstance(self.budget, int) and self.resident_bytes > self.budget:
+            found.append(
+                f"{self.resident_units} units of at least {self.resident_bytes} bytes stayed on "
+                f"the device, more than the budget of {self.budget}"
+            )
         if self.untrained:
             found.append(
                 f"{len(self.untrained)} adapter tensors had no finite non-zero gradient in any "
