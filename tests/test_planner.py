@@ -295,10 +295,14 @@ def test_bytes_streamed_are_those_of_a_model() -> None:
 
 
 def test_what_is_said_twice_is_the_same() -> None:
-    from poros_core import chunked_loss
+    from poros_core import chunked_loss, ring
     from poros_core.host_store import ALIGNMENT
 
     assert CHUNK == chunked_loss.CHUNK
+    assert (
+        host_memory(qwen("7b"), RunSettings(host="mmap"))["ring"]
+        == ring.SLOTS * (qwen("7b").layer_bytes("nf4")[0])
+    )
     assert sort_weights({"a.embed_tokens.weight": (1, 1), "a.layers.0.b.weight": (1,)}).layer_bytes(
         "bf16"
     ) == [ALIGNMENT]
@@ -432,9 +436,24 @@ def test_settings_that_save_memory_are_found() -> None:
 
 
 def test_host_memory_that_is_too_small() -> None:
-    plan = planned("72b", vram=int(80e9), ram=int(32e9))
+    plan = planned("72b", vram=int(80e9), ram=int(7e9))
     assert not plan.loads
     assert (plan.fitting, plan.longest) == ((), None)
+
+
+def test_layers_in_files_where_memory_does_not_hold_them() -> None:
+    plan = planned("72b", vram=int(80e9), ram=int(32e9))
+    assert not plan.loads
+    assert not plan.trains
+    assert {option.host for option in plan.fitting} == {"mmap"}
+    asked = planned("72b", RunSettings(host="mmap"), vram=int(80e9), ram=int(32e9))
+    assert asked.loads
+    assert asked.trains
+    assert asked.host["ring"] == 3 * qwen("72b").layer_bytes("nf4")[0]
+    assert "layers" not in asked.host
+    assert asked.files == planned("72b").host["layers"]
+    enough = planned("72b", vram=int(80e9), ram=int(64e9))
+    assert {option.host for option in enough.fitting} == {"pinned"}
 
 
 def test_where_resident_fits_it_is_the_right_choice() -> None:
@@ -618,6 +637,8 @@ def test_the_command(cli: Cli, seven: str) -> None:
     [
         (["--vram-budget", "2GB"], 1, "no setting fits"),
         (["--vram-budget", "6GB", "--ram", "4GB"], 1, "It does not load"),
+        (["--vram-budget", "6GB", "--ram", "8GB"], 1, "trains with poros.load(host='mmap'): as ex"),
+        (["--ram", "8GB", "--host", "mmap"], 0, "to download, packed layers 3.67 GB, adapter"),
         (["--seq-len", "2048", "--vram-budget", "7.8GB"], 1, "trains with poros.offload_optim"),
         (["--vram-budget", "16GB"], 0, "is the right choice"),
         ([], 0, "Give --vram-budget and --ram"),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import attrs
 import typer
-from rich.text import Text
 
-from poros.cli.output import print_json, print_line, print_rows
+from poros.cli.output import print_json
+from poros.cli.plan_text import as_json, print_plan
 from poros_core.doctor import copy_rate
 from poros_core.errors import SettingsError
-from poros_core.planner import HOST_MARGIN, RunPlan, plan_run, read_model
-from poros_core.planner.memory import CONTEXT_BYTES, Memory
+from poros_core.planner import plan_run, read_model
 from poros_core.planner.settings import RunSettings, parse_rate
-from poros_core.planner.step_time import ASSUMED_LINK, CARDS, Rates, StepTime
+from poros_core.planner.step_time import ASSUMED_LINK, CARDS, Rates
 from poros_core.planner.weights import checked_precision
 from poros_core.sizes import parse_size
 
@@ -22,14 +21,6 @@ __all__ = ["register"]
 
 DOES_NOT_FIT = 1
 _MEASURED = "measured"
-_SMALL = 5_000_000
-"""Bytes below which a part is not shown."""
-_ADVICE = {
-    "resident": "The base fits on the device, activations and all: the plain resident run, without "
-    "Poros, is the right choice.",
-    "checkpointing": "The base fits on the device with gradient checkpointing: the plain resident "
-    "run, without Poros, is the right choice.",
-}
 
 
 def register(app: typer.Typer) -> None:
@@ -58,6 +49,9 @@ def plan(
     fused: Annotated[
         bool, typer.Option("--fused", metavar="", help="AdamW is fused, as in HF Trainer.")
     ] = False,
+    host: Annotated[
+        str, typer.Option(help="Where layers stand: pinned (in memory), mmap (in files).")
+    ] = "pinned",
     loss_chunk: Annotated[
         int | None,
         typer.Option(
@@ -103,6 +97,7 @@ def plan(
             _one_of(optimizer_state, "optimizer_state", ("device", "host")),
         ),
         fused=fused,
+        host=cast(Literal["pinned", "mmap"], _one_of(host, "host", ("pinned", "mmap"))),
         loss_chunk=loss_chunk,
     )
     vram = None if vram_budget is None else parse_size(vram_budget, what="--vram-budget")
@@ -110,9 +105,9 @@ def plan(
     rates = _rates(card=card, link=link_rate, compute=compute_rate)
     result = plan_run(read_model(model, revision=revision), run, rates=rates, vram=vram, ram=room)
     if json_output:
-        print_json(_as_json(result, rates))
+        print_json(as_json(result, rates))
     else:
-        _print(result, rates)
+        print_plan(result, rates)
     if not result.trains:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -140,201 +135,3 @@ def _rates(*, card: str | None, link: str | None, compute: str | None) -> Rates:
         given = parse_rate(compute, what="--compute-rate", unit="TFLOPS", factor=1e12)
         rates = attrs.evolve(rates, compute=given)
     return rates
-
-
-# showing it
-
-
-def _print(plan: RunPlan, rates: Rates) -> None:
-    model, run = plan.model, plan.run
-    print_line(
-        Text.assemble(
-            ("Poros plan  ", "bold"),
-            f"{model.name} ({model.family}, {model.weights.count / 1e9:.2f} billion parameters), "
-            f"{run.precision.upper()}; {run.accumulate} x {run.batch} x {run.seq_len} tokens, LoRA "
-            f"rank {run.rank}, block size {run.block_size}, CUDA graphs "
-            f"{'on' if run.graphs else 'off'}\n",
-        )
-    )
-    print_rows([*_device_rows(plan.memory), *_other_rows(plan, rates)])
-    for line in _verdict(plan):
-        print_line(line)
-
-
-def _device_rows(memory: Memory) -> list[tuple[str | Text, str | Text]]:
-    found: list[tuple[str | Text, str | Text]] = [
-        (Text("device memory", style="bold"), f"at its peak, the {memory.moment}")
-    ]
-    parts = sorted(memory.components.items(), key=lambda item: -item[1])
-    for name, nbytes in [*parts, *_around(memory).items()]:
-        if nbytes < _SMALL:
-            continue
-        note = ""
-        if name == "arena":
-            note = f" (slots {_gb(memory.slots)} and head {_gb(memory.head)}, in turn)"
-        found.append((f"  {name}", f"{_gb(nbytes)}{note}"))
-    return [*found, ("  card must have", Text(_gb(memory.device), style="bold"))]
-
-
-def _around(memory: Memory) -> dict[str, int]:
-    found = {
-        "graph workspace outside the arena": memory.graph_workspace,
-        "the allocator's gaps": memory.gaps,
-        "CUDA graphs": memory.graphs,
-        "CUDA context": CONTEXT_BYTES,
-    }
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
-
-
-def _other_rows(plan: RunPlan, rates: Rates) -> list[tuple[str | Text, str | Text]]:
-    model = plan.model
-    parts = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in plan.host.items())
-    adapter = 4 * model.weights.adapter_count(plan.run.rank)
-    resident = f"{_gb(plan.resident.device)}; with checkpointing {_gb(plan.checkpointed.device)}"
-    rows = {
-        "host memory": f"{_gb(plan.host_bytes)}, page-locked ({parts})",
-        "disk": f"{_gb(model.download)} to download, adapter {_gb(adapter)}",
-        "step, all streams": _step_text(plan.time, rates),
-    }
-    if plan.kept_time is not None and plan.kept:
-        layers = len(model.weights.layers)
-        rows["step, with the budget"] = (
-            f"{plan.kept} of {layers} layers stay on the card: {_step_text(plan.kept_time, rates)}"
-        )
-    rows["without Poros"] = f"card must have {resident}"
-    return [(Text(name, style="bold"), text) for name, text in rows.items()]
-
-
-def _step_text(time: StepTime, rates: Rates) -> str:
-    link = f"{time.link:.3f} s for {_gb(time.streamed)} at {rates.link / 1e9:.1f} GB/s"
-    if time.compute is None:
-        return (
-            f"at least {time.seconds:.3f} s: link {link} ({rates.source}); the GPU's rate is not "
-            "known (--compute-rate)"
-        )
-    return (
-        f"{time.seconds:.3f} s, set by {time.bound}: link {link} ({rates.source}), compute "
-        f"{time.compute:.3f} s"
-    )
-
-
-def _verdict(plan: RunPlan) -> list[Text]:
-    lines = [Text("")]
-    if plan.model.weights.uncounted:
-        missing = ", ".join(plan.model.weights.uncounted)
-        lines.append(
-            Text(
-                f"Not counted: {missing}, which stays on the device. Name a folder with the "
-                "checkpoint, whose headers are read.",
-                style="yellow",
-            )
-        )
-    if plan.vram is None and plan.ram is None:
-        lines.append(Text("Give --vram-budget and --ram to have it judged."))
-        return lines
-    if not plan.loads:
-        lines.append(
-            Text(
-                f"It does not load: the base and {_gb(HOST_MARGIN)} for the process need more host "
-                f"memory than {_gb(plan.ram or 0)}.",
-                style="red",
-            )
-        )
-    elif plan.trains:
-        lines.append(Text("It loads and trains.", style="green"))
-    elif plan.fitting:
-        changed = _changes(plan.run, plan.fitting[0])
-        lines.append(Text(f"It loads, and trains with {changed}.", style="yellow"))
-    else:
-        lines.append(
-            Text(
-                "It loads, and does not train: no setting fits. Take a shorter sequence, a smaller "
-                "batch or a lower rank.",
-                style="red",
-            )
-        )
-    if plan.longest is not None:
-        lines.append(Text(f"The longest sequence that fits so has {plan.longest} tokens."))
-    if plan.advice is not None:
-        lines.append(Text(_ADVICE[plan.advice], style="yellow"))
-    return lines
-
-
-def _changes(asked: RunSettings, option: RunSettings) -> str:
-    found = []
-    if option.optimizer_state != asked.optimizer_state:
-        found.append("poros.offload_optimizer")
-    if option.block_size != asked.block_size:
-        found.append(f"block_size={option.block_size}")
-    if option.graphs != asked.graphs:
-        found.append("graphs='off'")
-    if option.loss_chunk != asked.loss_chunk:
-        found.append(
-            f"poros.chunked_loss(chunk={option.loss_chunk}), a loss whose bits are its own"
-        )
-    return ", ".join(found)
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB"
-
-
-def _as_json(plan: RunPlan, rates: Rates) -> dict[str, Any]:
-    model = plan.model
-    return {
-        "model": model.name,
-        "family": model.family,
-        "parameters": model.weights.count,
-        "layers": len(model.weights.layers),
-        "not_counted": list(model.weights.uncounted),
-        "settings": attrs.asdict(plan.run),
-        "device": _memory_json(plan.memory),
-        "resident": {
-            "plain": _memory_json(plan.resident),
-            "checkpointing": _memory_json(plan.checkpointed),
-            "right_choice": plan.advice,
-        },
-        "host_bytes": plan.host_bytes,
-        "host": dict(plan.host),
-        "disk": {
-            "checkpoint_bytes": model.disk,
-            "download_bytes": model.download,
-            "adapter_bytes": 4 * model.weights.adapter_count(plan.run.rank),
-        },
-        "step": _time_json(plan.time),
-        "kept_layers": plan.kept,
-        "step_with_budget": None if plan.kept_time is None else _time_json(plan.kept_time),
-        "rates": attrs.asdict(rates),
-        "vram_budget": plan.vram,
-        "ram": plan.ram,
-        "loads": plan.loads,
-        "trains": plan.trains,
-        "fitting": [attrs.asdict(option) for option in plan.fitting],
-        "longest_seq_len": plan.longest,
-    }
-
-
-def _time_json(time: StepTime) -> dict[str, Any]:
-    return {
-        "seconds": time.seconds,
-        "complete": time.compute is not None,
-        "bound": time.bound,
-        "link_seconds": time.link,
-        "compute_seconds": time.compute,
-        "launch_seconds": time.launch,
-        "beside_seconds": time.beside,
-        "bytes_streamed": time.streamed,
-    }
-
-
-def _memory_json(memory: Memory) -> dict[str, Any]:
-    return {
-        "moment": memory.moment,
-        "components": dict(memory.components),
-        "slots_bytes": memory.slots,
-        "head_bytes": memory.head,
-        **{name.replace(" ", "_"): nbytes for name, nbytes in _around(memory).items()},
-        "peak_allocated_bytes": memory.allocated,
-        "peak_reserved_bytes": memory.reserved,
-        "peak_device_bytes": memory.device,
-    }

@@ -81,7 +81,10 @@ def memory_finding(available: int | None, total: int | None, headroom: int | Non
     text += f": an NF4 base of up to {_billions(usable, _NF4_BYTES)} parameters"
     values = {"available_bytes": usable, "total_bytes": total}
     if usable < _SMALL_MODEL * _NF4_BYTES:
-        fix = "Free host memory, or give the container more: the whole base stands there."
+        fix = (
+            "Free host memory, or give the container more: the whole base stands there. Or leave "
+            "its layers on disk: poros.load(..., host='mmap')."
+        )
         return warning("host memory", text, fix=fix, **values)
     return good("host memory", text, **values)
 
@@ -115,7 +118,7 @@ def page_lock_finding(limit: int | None, *, locked: int | None, refused: str | N
     said = "none" if limit is None else f"{limit / 1e6:.1f} MB (ulimit -l)"
     fix = (
         "Raise it: `ulimit -l unlimited`, `memlock` in /etc/security/limits.conf, or "
-        "`docker run --ulimit memlock=-1`."
+        "`docker run --ulimit memlock=-1`. Or load with poros.load(..., host='pageable')."
     )
     if refused is not None:
         return warning(name, f"{said}; page-locking failed: {refused}", fix=fix, limit_bytes=limit)

@@ -96,9 +96,14 @@ class RunPlan:
 
     @property
     def loads(self) -> bool:
-        """Whether the base fits in host memory."""
+        """Whether the base fits in host memory, as it was asked for."""
         state = self.host.get("optimizer", 0)
         return _host_fits(self.host_bytes - state, self.ram)
+
+    @property
+    def files(self) -> int:
+        """Bytes of the packed cache's files that layers stand in with ``host="mmap"``."""
+        return sum(self.model.weights.layer_bytes(self.run.precision))
 
     @property
     def trains(self) -> bool:
@@ -198,7 +203,10 @@ def plan_run(
     """
     _check(model, run)
     weights = model.weights
-    fitting = tuple(option for option in _options(model, run) if _fits(model, option, vram, ram))
+    fitting = [option for option in _options(model, run) if _fits(model, option, vram, ram)]
+    if any(option.host == run.host for option in fitting):
+        # the disk is the last resort, where memory does not hold the layers
+        fitting = [option for option in fitting if option.host == run.host]
     resident, kept_time = frozenset[int](), None
     if fitting and vram is not None:
         resident = _resident(model, fitting[0], vram)
@@ -213,7 +221,7 @@ def plan_run(
         checkpointed=resident_memory(weights, run, checkpointing=True, softcap=model.softcap),
         vram=vram,
         ram=ram,
-        fitting=fitting,
+        fitting=tuple(fitting),
         kept=len(resident),
         kept_time=kept_time,
         longest=_longest(model, fitting[0], vram, ram) if fitting else None,
@@ -237,7 +245,8 @@ def _options(model: Model, run: RunSettings) -> Iterator[RunSettings]:
     yield run
     seen = {run}
     layers = len(model.weights.layers)
-    for chunk, graphs, state, size in itertools.product(
+    for host, chunk, graphs, state, size in itertools.product(
+        (run.host, "mmap"),
         (run.loss_chunk, run.loss_chunk or CHUNK),
         (run.graphs, False),
         (run.optimizer_state, "host"),
@@ -245,7 +254,12 @@ def _options(model: Model, run: RunSettings) -> Iterator[RunSettings]:
     ):
         if run.block_size <= size <= layers and (chunk is None or chunk < run.tokens):
             option = attrs.evolve(
-                run, loss_chunk=chunk, graphs=graphs, optimizer_state=state, block_size=size
+                run,
+                host=host,
+                loss_chunk=chunk,
+                graphs=graphs,
+                optimizer_state=state,
+                block_size=size,
             )
             if option not in seen:
                 seen.add(option)

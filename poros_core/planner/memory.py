@@ -43,6 +43,8 @@ _CUBLAS_BYTES = 8 * 4096 * 1024
 _SLACK = 0.12
 """What the allocator reserves beyond what is allocated, as a share of all but the arena: 10 % and
 15 % in the two records of training loops."""
+_RING = 3
+"""Buffers of the ring; as in ``poros_core.ring``, which needs torch. A test holds them together."""
 _ADAM, _FLOAT, _HALF = 8, 4, 2
 _LOGITS = 3 * _FLOAT + _HALF
 """Bytes a logit takes at the loss; see [Note: Where the peak is]."""
@@ -154,10 +156,13 @@ def resident_memory(
 
 
 def host_memory(weights: Weights, run: RunSettings) -> dict[str, int]:
-    """Return what a streamed run takes of host memory, by name, in bytes."""
+    """Return what a streamed run takes of host memory, by name, in bytes. Layers that stand in
+    files are copied through a ring of page-locked buffers."""
+    layers = weights.layer_bytes(run.precision)
     state = _ADAM * weights.adapter_count(run.rank) if run.optimizer_state == "host" else 0
     found = {
-        "layers": sum(weights.layer_bytes(run.precision)),
+        "layers": sum(layers) if run.host == "pinned" else 0,
+        "ring": _RING * max(layers) if run.host == "mmap" else 0,
         "head": weights.head_bytes,
         "tables": weights.table_bytes,
         "optimizer": state,
