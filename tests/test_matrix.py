@@ -303,10 +303,11 @@ def test_a_real_row_through_the_command_line(
     folder = tmp_path / "records"
     arguments = ("--matrix", "ci", "--row", "ci-qwen3", "--json-dir", str(folder))
     code, out, _ = cli(*arguments)
-    assert (code, "ci-qwen3: exact (2 steps)" in out) == (0, True)
+    assert (code, "ci-qwen3: exact (3 steps)" in out) == (0, True)
     record = json.loads((folder / "ci-qwen3.json").read_text())
     assert (record["verdict"], record["precision"]) == ("exact", "bf16")
-    assert "Nothing" not in record["proof"]
+    assert record["arms"]["streamed"]["resident_units"] == 2
+    assert "2 of the 4 layers stayed on the device, as the budget allowed" in record["proof"]
     code, out, _ = cli(*arguments, "--json", str(tmp_path / "summary.json"))
     assert (code, "ci-qwen3: exact (recorded already)" in out) == (0, True)
     (line,) = json.loads((tmp_path / "summary.json").read_text())

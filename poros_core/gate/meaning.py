@@ -95,6 +95,12 @@ def _limits(record: Mapping[str, Any]) -> list[str]:
         limits.append(
             f"It holds for the first {trained} of {whole} layers and is no claim about the rest."
         )
+    resident = record["arms"]["streamed"]["resident_units"]
+    if resident:
+        limits.append(
+            f"{resident} of the {trained} layers stayed on the device, as the budget allowed; the "
+            "others streamed."
+        )
     if not record["settings"]["deterministic"]:
         limits.append("Kernels were free to be not deterministic, and were equal all the same.")
     limits.append("On another stack it shows nothing.")
