@@ -404,11 +404,12 @@ def view(**surfaces: dict[str, torch.Tensor]) -> StepView:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bits_are_compared(
-    left: list[float], right: list[float], differing: int, dtype: torch.dtype
+    left: list[float], right: list[float], differing: int, dtype: torch.dtype, device: str
 ) -> None:
     comparison = Comparison()
-    a, b = (torch.tensor(values, dtype=dtype) for values in (left, right))
+    a, b = (torch.tensor(values, dtype=dtype, device=device) for values in (left, right))
     same = comparison.compare(view(loss={"x": a}), view(loss={"x": b}), step=1)
     assert same == (differing == 0) == comparison.exact
     assert (comparison.first.differing if comparison.first else 0) == differing
@@ -459,6 +460,20 @@ def test_random_rows_differ_in_length_and_have_a_prompt() -> None:
             assert not kept[length:].any()
             assert kept[length - 1]
             assert torch.equal(labels[kept], batch["input_ids"][row][kept])
+
+
+def test_rows_can_be_padded_on_the_left_and_to_one_width() -> None:
+    subject = subject_of(options(batch=3, padding="left", backward="joint", accumulate=2))
+    batches = make_batches(subject, data=None, seed=0, device=CPU)
+    plain = make_batches(subject_of(options(batch=3)), data=None, seed=0, device=CPU)
+    for batch, other in [(next(batches), next(plain)) for _ in range(3)]:
+        assert batch["input_ids"].shape == (3, 32)
+        for row in range(3):
+            length = int(other["attention_mask"][row].sum())
+            for name, tensor in batch.items():
+                assert torch.equal(tensor[row, 32 - length :], other[name][row, :length])
+            assert not batch["attention_mask"][row, : 32 - length].any()
+            assert (batch["labels"][row, : 32 - length] == -100).all()
 
 
 def test_a_batch_of_one_has_the_stated_length() -> None:

@@ -85,6 +85,8 @@ def _differences(
 ) -> Iterator[Divergence]:
     left = reference.surfaces.get(surface, {})
     right = other.surfaces.get(surface, {})
+    if _all_equal(left, right):
+        return
     for name in [*left, *(name for name in right if name not in left)]:
         a, b = left.get(name), right.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -99,6 +101,22 @@ def _differences(
                 elements=a.numel(),
                 difference=float((a.detach().double() - b.detach().double()).abs().max()),
             )
+
+
+def _all_equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    """Say whether all bits are equal. The host waits for a device once, not for each tensor."""
+    if left.keys() != right.keys():
+        return False
+    waiting: list[torch.Tensor] = []
+    for name, a in left.items():
+        b = right[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.device.type != "cpu":
+            waiting.append((_bits(a) == _bits(b)).all())
+        elif not torch.equal(_bits(a), _bits(b)):
+            return False
+    return not waiting or bool(torch.stack(waiting).all())
 
 
 def _divergence(
