@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -172,7 +173,7 @@ class GraphExecutor:
             layouts = [None if g is None else layout_of(g) for g in found]
             lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
             forward.backwards[key] = _Backward(layouts, refused=lost)
-            return found
+            return found if lost else self._together(found, layouts, count=len(inputs))
         if not entry.refused and forward.graph is not None:
             with call.block.holding(call.layers, backward=True):
                 if entry.graph is None:
@@ -180,6 +181,26 @@ class GraphExecutor:
                 if entry.graph is not None:
                     return self._replay_backward(entry, forward, call, inputs, gradients)
         return self._eager.backward(call, inputs, wanted, gradients)
+
+    def _together(
+        self,
+        found: Sequence[torch.Tensor | None],
+        layouts: Sequence[Layout | None],
+        *,
+        count: int,
+    ) -> list[torch.Tensor | None]:
+        """Put the gradients of parameters side by side, as replays do: what they leave behind then
+        fits those of later steps. ``count`` is that of the inputs, which come first."""
+        trained = [layout for layout in layouts[count:] if layout is not None]
+        stretch = Stretch.of(
+            trained, lambda n: torch.empty(n, dtype=torch.uint8, device=self._device)
+        )
+        pieces = iter(stretch.views(stretch.flat))
+        together = list(found)
+        for number, gradient in enumerate(found[count:], count):
+            if gradient is not None:
+                together[number] = next(pieces).copy_(gradient)
+        return together
 
     def clear(self) -> None:
         """Drop every graph and buffer: units move, or the model is done with. Calls whose backward
