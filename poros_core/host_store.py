@@ -35,6 +35,7 @@ from poros_core.machine import available_memory
 from poros_core.protocols import TensorRef
 
 if TYPE_CHECKING:
+    from poros_core.load_progress import LoadReport
     from poros_core.ring import StagingRing
 
 __all__ = [
@@ -251,6 +252,10 @@ class UnitImage:
         for ref, view in self._parked:
             ref.set(view)
 
+    def true_tensors(self) -> list[tuple[TensorRef, torch.Tensor]]:
+        """Return each place with its true bytes in host memory."""
+        return self._true
+
     def settle(self) -> None:
         """Bind every tensor to its true bytes in host memory."""
         for ref, view in self._true:
@@ -360,6 +365,7 @@ class HostStore:
         self.device = device
         self.home = home
         self.ring = ring
+        self.report: LoadReport | None = None
         self._images: list[UnitImage] = []
         self._by_key: dict[tuple[int, str], UnitImage] = {}
 
@@ -374,6 +380,10 @@ class HostStore:
             "(peft.get_peft_model_state_dict(model)), or call poros.unprepare(model, device=...) "
             "first."
         )
+
+    def images(self) -> tuple[UnitImage, ...]:
+        """Return every unit."""
+        return tuple(self._images)
 
     def keep(self, owner: Closable) -> None:
         """Keep something open that units are read from, as long as this store lives."""

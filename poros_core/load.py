@@ -6,11 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
+from torch import nn
 
 from poros_core.errors import CheckpointError, SettingsError
 from poros_core.host_mode import named_mode
 from poros_core.load_base import LoadJob, load_base
+from poros_core.load_progress import LoadObserver
 from poros_core.log import get_logger
 from poros_core.packed_cache import PackedCache, cache_from
 from poros_core.plugins import plugins
@@ -38,6 +41,8 @@ def load(
     trust_remote_code: bool = False,
     host: str = "auto",
     cache: bool | str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+    observer: LoadObserver | None = None,
     nf4_load_strategy: str | None = None,
     **from_pretrained: Any,
 ) -> PreTrainedModel:
@@ -67,6 +72,8 @@ def load(
         cache: keep the base on disk as it stands in host memory, so that the next load of it
             only reads: True for the default folder, a path for another, False for no; None does
             what ``POROS_CACHE`` says. See ``poros cache``.
+        verbose: show a progress bar, and at the end what the load took, on standard error.
+        observer: is told how far the load is, instead.
         nf4_load_strategy: older name of ``load_strategy``.
         **from_pretrained: passed on to Transformers' ``from_pretrained``.
 
@@ -106,10 +113,21 @@ def load(
         cache=_cache(cache, host),
         host=named_mode(host),
     )
-    model: Any = load_base(job)
+    model: Any = _observed(job, verbose=verbose, observer=observer)
     if str(model_id_or_path) != str(folder):
         model.config._name_or_path = str(model_id_or_path)
     return model
+
+
+def _observed(job: LoadJob, *, verbose: bool, observer: LoadObserver | None) -> nn.Module:
+    if observer is not None:
+        return load_base(attrs.evolve(job, observer=observer))
+    if not verbose:
+        return load_base(job)
+    from poros_core.load_bar import LoadBar
+
+    with LoadBar() as bar:
+        return load_base(attrs.evolve(job, observer=bar))
 
 
 def _cache(cache: bool | str | os.PathLike[str] | None, host: str) -> PackedCache | None:

@@ -8,22 +8,25 @@ it is not what was written: then it is discarded, and loaded from the checkpoint
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import nn
 
 from poros_core.errors import PrepareError, SettingsError
+from poros_core.finite import FiniteCheck
 from poros_core.host_mode import HostChoice, HostMode, choose_host, read_limits
 from poros_core.host_store import HostStore
 from poros_core.landing import FileLanding, give_back_free_memory, land_in_memory
+from poros_core.load_progress import LoadMeter, LoadObserver, SilentObserver
 from poros_core.log import get_logger
 from poros_core.packed_cache import CacheRefusal, Entry, EntryWriter, PackedCache, entry_name
 from poros_core.packed_file import DamagedFile
-from poros_core.packing import BaseSizes, LoadedBase, PackingStrategy, pack, unpack
+from poros_core.packing import BaseSizes, LoadedBase, PackingStrategy, named_refs, pack, unpack
 from poros_core.plan import build_plan
 from poros_core.plugins import plugins
 from poros_core.prepare import STORE
@@ -45,6 +48,7 @@ class LoadJob:
         title: what the cache calls the base.
         cache: where packed bases are kept; None for nowhere.
         host: where layers stand.
+        observer: is told how far it is.
     """
 
     strategy: LoaderStrategy
@@ -52,6 +56,7 @@ class LoadJob:
     title: str
     cache: PackedCache | None
     host: HostMode | Literal["auto"]
+    observer: LoadObserver = field(factory=SilentObserver)
 
 
 def load_base(job: LoadJob) -> nn.Module:
@@ -62,6 +67,11 @@ def load_base(job: LoadJob) -> nn.Module:
         PrepareError: host memory or disk do not suffice.
         SettingsError: the base cannot stand where it was asked to.
     """
+    with LoadMeter(job.request.device) as meter:
+        return _load(job, meter)
+
+
+def _load(job: LoadJob, meter: LoadMeter) -> nn.Module:
     key = _cache_key(job)
     entry = _find(job, key)
     try:
@@ -73,20 +83,43 @@ def load_base(job: LoadJob) -> nn.Module:
                 "Pass cache=True or a folder, or host='pinned' or 'pageable'."
             )
         base = None if entry is None else _from_cache(job, entry, choice)
+        source = "cache"
         if base is None:
+            source = "checkpoint"
             base = _from_checkpoint(job, key, choice)
     finally:
         if entry is not None:
             entry.close()
-    return _settled(base, job)
+    _settle(base, job)
+    read = entry.nbytes if source == "cache" and entry is not None else _weight_bytes(job)
+    report = meter.report(
+        source=source,
+        host=choice.mode,
+        read_bytes=read,
+        host_bytes=base.store.nbytes,
+        device_bytes=sum(base.plan.on_device_bytes().values()),
+    )
+    base.store.report = report
+    job.observer.done(report)
+    units = len(base.plan.units())
+    _log.info("loaded", path=str(job.request.path), units=units, **attrs.asdict(report))
+    return base.model
 
 
 def _from_cache(job: LoadJob, entry: Entry, choice: HostChoice) -> LoadedBase | None:
     """Return the base from the cache; None if it is not whole."""
     assert isinstance(job.strategy, PackingStrategy)
     store = _store(job, choice)
+    job.observer.stage("reading the cache", entry.nbytes)
     try:
-        base = unpack(entry, job.request, job.strategy.skeleton, store=store, mode=choice.mode)
+        base = unpack(
+            entry,
+            job.request,
+            job.strategy.skeleton,
+            store=store,
+            mode=choice.mode,
+            advance=job.observer.advance,
+        )
     except DamagedFile as error:
         _discard(job, entry.folder.name, error)
         return None
@@ -101,11 +134,18 @@ def _from_checkpoint(job: LoadJob, key: Mapping[str, Any] | None, choice: HostCh
         assert job.cache is not None
         assert key is not None
         return _mapped(job, job.cache, key, choice)
-    model = _loaded(job.strategy, attrs.evolve(job.request, land=land_in_memory))
+    model = _loaded(job, land_in_memory)
     base = _planned(model, job, _store(job, choice))
-    for unit in base.plan.units():
-        base.store.adopt(unit.refs, staged=choice.mode != "pinned" and unit in base.plan.layers)
+    units = [unit for unit in base.plan.units() if unit.refs]
+    nbytes = sum(ref.get().nbytes for unit in units for ref in unit.refs)
+    job.observer.stage("placing the base", nbytes)
+    for unit in units:
+        staged = choice.mode != "pinned" and unit in base.plan.layers
+        image = base.store.adopt(unit.refs, staged=staged)
+        assert image is not None
+        job.observer.advance(image.nbytes)
     _move_the_rest(base, job.request.device)
+    _check_finite(base, job.request.path)
     if job.cache is not None and key is not None:
         _keep(base, job, job.cache, key)
     return base
@@ -121,11 +161,16 @@ def _mapped(
     try:
         writer = cache.begin(key, title=job.title, nbytes=sizes.layers + sizes.rest)
         landing = FileLanding(writer.folder)
-        model = _loaded(job.strategy, attrs.evolve(job.request, land=landing))
+        model = _loaded(job, landing)
         landing.close()
         base = _planned(model, job, _store(job, choice))
         _move_the_rest(base, job.request.device)
-        pack(base, writer=writer, described=job.strategy.describe(model), mapped=True)
+        job.observer.stage("writing the cache", sizes.layers + sizes.rest)
+        described = job.strategy.describe(model)
+        advance = job.observer.advance
+        files = pack(base, writer=writer, mapped=True, advance=advance)
+        _check_finite(base, job.request.path)
+        writer.finish(*files, described)
     except (OSError, CacheRefusal) as error:
         if writer is not None:
             writer.abandon()
@@ -151,7 +196,9 @@ def _keep(base: LoadedBase, job: LoadJob, cache: PackedCache, key: Mapping[str, 
     nbytes = base.store.nbytes + sum(base.plan.on_device_bytes().values())
     try:
         writer = cache.begin(key, title=job.title, nbytes=nbytes)
-        pack(base, writer=writer, described=job.strategy.describe(base.model))
+        job.observer.stage("writing the cache", nbytes)
+        files = pack(base, writer=writer, advance=job.observer.advance)
+        writer.finish(*files, job.strategy.describe(base.model))
     except (OSError, CacheRefusal) as error:
         _log.warning("cache_not_written", folder=str(cache.folder), reason=_reason(error))
         if writer is not None:
@@ -188,8 +235,10 @@ def _store(job: LoadJob, choice: HostChoice) -> HostStore:
     return HostStore(device, home=True, ring=ring)
 
 
-def _loaded(strategy: LoaderStrategy, request: LoadRequest) -> nn.Module:
-    model = strategy.load(request)
+def _loaded(job: LoadJob, land: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    job.observer.stage("reading the checkpoint", _weight_bytes(job))
+    request = attrs.evolve(job.request, land=land, advance=job.observer.advance)
+    model = job.strategy.load(request)
     for param in model.parameters():
         param.requires_grad_(False)
     return model
@@ -215,19 +264,30 @@ def _move_the_rest(base: LoadedBase, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _settled(base: LoadedBase, job: LoadJob) -> nn.Module:
+def _check_finite(base: LoadedBase, path: Path) -> None:
+    """Refuse weights that are not finite. Packed elements are no numbers; their scales are."""
+    plain = {(id(p), "data") for p in base.model.parameters() if type(p) is nn.Parameter}
+    placed = {
+        ref.key: tensor for image in base.store.images() for ref, tensor in image.true_tensors()
+    }
+    finite = FiniteCheck()
+    for name, ref in named_refs(base.model).items():
+        if ref.key in plain or ref.name != "data":
+            title = name.removesuffix(":data").replace(":", ".")
+            finite.add(title, placed[ref.key] if ref.key in placed else ref.get())
+    finite.refuse(path)
+
+
+def _settle(base: LoadedBase, job: LoadJob) -> None:
     if job.request.device.type == "cuda":
         torch.cuda.empty_cache()
     give_back_free_memory()
     base.store.settle()
     base.model.__dict__[STORE] = base.store
-    _log.info(
-        "loaded",
-        path=str(job.request.path),
-        units=len(base.plan.units()),
-        host_bytes=base.store.nbytes,
-    )
-    return base.model
+
+
+def _weight_bytes(job: LoadJob) -> int:
+    return sum(file.stat().st_size for file in job.request.path.glob("*.safetensors"))
 
 
 def _find(job: LoadJob, key: Mapping[str, Any] | None) -> Entry | None:

@@ -158,16 +158,23 @@ def named_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def pack(
-    base: LoadedBase, *, writer: EntryWriter, described: Mapping[str, Any], mapped: bool = False
-) -> None:
-    """Write a loaded base to the cache.
+    base: LoadedBase,
+    *,
+    writer: EntryWriter,
+    mapped: bool = False,
+    advance: Callable[[int], None],
+) -> tuple[list[PackedFile], PackedFile | None]:
+    """Write a loaded base to the cache, but for the entry's record.
 
     Args:
         base: a base, all of whose units the store holds, unless it is to be ``mapped``.
         writer: the entry.
-        described: what the strategy's ``describe`` returned.
         mapped: place the units in the store now, and the layers in the files that are written,
             each before the next is looked at.
+        advance: is told the bytes of each file.
+
+    Returns:
+        The files of the units, and the one of everything else.
 
     Raises:
         CacheRefusal: a tensor has a dtype that safetensors does not know.
@@ -181,14 +188,16 @@ def pack(
         file = f"unit-{number:04}.safetensors"
         placed.update(ref.key for ref in unit.refs)
         if mapped and unit.name.startswith(_LAYER):
-            records.append(_pack_mapped(unit, file, names, writer, base.store))
-            continue
-        image = base.store.adopt(unit.refs)
-        assert image is not None
-        entries, content = image.entries, image.buffer.view()
-        records.append(_write_unit(unit, file, entries, content, names, writer))
+            record = _pack_mapped(unit, file, names, writer, base.store)
+        else:
+            image = base.store.adopt(unit.refs)
+            assert image is not None
+            content = image.buffer.view()
+            record = _write_unit(unit, file, image.entries, content, names, writer)
+        records.append(record)
+        advance(record.nbytes)
     rest = {name: ref.get() for name, ref in refs.items() if ref.key not in placed}
-    writer.finish(records, _write_rest(writer, {**rest, **named_buffers(base.model)}), described)
+    return records, _write_rest(writer, {**rest, **named_buffers(base.model)})
 
 
 def _pack_mapped(
@@ -226,6 +235,7 @@ def unpack(
     *,
     store: HostStore,
     mode: HostMode,
+    advance: Callable[[int], None],
 ) -> LoadedBase:
     """Read a base from the cache. Reading and checking run while the skeleton is made.
 
@@ -235,6 +245,7 @@ def unpack(
         skeleton: the strategy's ``skeleton``.
         store: an empty store, which the units go into.
         mode: where layers stand.
+        advance: is told the bytes of each file, from several threads.
 
     Raises:
         DamagedFile: a file is not what was written.
@@ -243,7 +254,8 @@ def unpack(
     """
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         reads = [
-            pool.submit(_read_unit, entry, record, request.device, mode) for record in entry.units
+            pool.submit(_read_unit, entry, record, request.device, mode, advance)
+            for record in entry.units
         ]
         try:
             model = skeleton(request, entry.described)
@@ -299,16 +311,23 @@ def _write_rest(writer: EntryWriter, tensors: Mapping[str, torch.Tensor]) -> Pac
 
 
 def _read_unit(
-    entry: Entry, record: PackedFile, device: torch.device, mode: HostMode
+    entry: Entry,
+    record: PackedFile,
+    device: torch.device,
+    mode: HostMode,
+    advance: Callable[[int], None],
 ) -> tuple[HostMemory, bool]:
     """Return a unit's stretch, checked, and whether copies must be staged."""
     staged = mode != "pinned" and record.unit.startswith(_LAYER)
+    buffer: HostMemory
     if staged and mode == "mmap":
         entry.read(record, None)
         path = entry.folder / record.file
-        return MappedBuffer(path, start=record.start, nbytes=record.nbytes), True
-    buffer = HostBuffer(record.nbytes, device=device, locked=not staged)
-    entry.read(record, buffer.view())
+        buffer = MappedBuffer(path, start=record.start, nbytes=record.nbytes)
+    else:
+        buffer = HostBuffer(record.nbytes, device=device, locked=not staged)
+        entry.read(record, buffer.view())
+    advance(record.nbytes)
     return buffer, staged
 
 

@@ -106,6 +106,8 @@ class LoadRequest:
         trust_remote_code: passed on to Transformers; off unless the user turned it on.
         land: called with a finished tensor of a weight that the loader quantised; returns it in
             host memory. None leaves that to the loader.
+        advance: called with the bytes of what was read since, while the loader works; None if
+            nobody wants to know.
     """
 
     path: Path
@@ -116,6 +118,7 @@ class LoadRequest:
     from_pretrained: Mapping[str, Any] = field(factory=dict)
     trust_remote_code: bool = False
     land: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    advance: Callable[[int], None] | None = field(default=None, repr=False)
 
 
 class LoaderStrategy(Protocol):

@@ -24,6 +24,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
+from poros_core.finite import FiniteCheck
 from poros_loaders.pretrained import load_checked
 from poros_loaders.skeleton import empty_weight
 
@@ -54,10 +55,12 @@ def load_staged(
             none is read.
 
     Raises:
-        CheckpointError: keys are missing, unexpected, or of another shape.
+        CheckpointError: keys are missing, unexpected, or of another shape, or a weight that is
+            quantised is not finite.
     """
     failures: list[Exception] = []
-    with _registered(_quantizer(request, failures, noted)) as name:
+    finite = FiniteCheck()
+    with _registered(_quantizer(request, failures, finite, noted)) as name:
         quantization_config.quant_method = name
         try:
             model = load_checked(
@@ -67,6 +70,7 @@ def load_staged(
             if failures:  # Transformers reports a failed conversion without its cause
                 raise failures[0] from None
             raise
+    finite.refuse(request.path)
     staged: Any = model
     ordinary = Bnb4BitHfQuantizer(staged.hf_quantizer.quantization_config, pre_quantized=False)
     vars(ordinary).update(vars(staged.hf_quantizer))
@@ -86,10 +90,14 @@ def _registered(quantizer: type[Any]) -> Iterator[str]:
 
 
 def _quantizer(
-    request: LoadRequest, failures: list[Exception], noted: Mapping[str, Any] | None
+    request: LoadRequest,
+    failures: list[Exception],
+    finite: FiniteCheck,
+    noted: Mapping[str, Any] | None,
 ) -> type[Any]:
     """Return a quantizer class that stages on the request's device and notes what failed."""
     device, land = request.device, request.land or torch.Tensor.cpu
+    advance = request.advance or (lambda nbytes: None)
 
     class LeaveEmpty(Bnb4bitQuantize):  # type: ignore[misc]
         """Touch no weight; see [Note: Nothing is touched]."""
@@ -113,6 +121,10 @@ def _quantizer(
             try:
                 staged = {name: _to(value, device) for name, value in input_dict.items()}
                 input_dict.clear()
+                for name, tensors in staged.items():
+                    for tensor in tensors:
+                        finite.add(name, tensor)
+                        advance(tensor.nbytes)
                 quantised: dict[str, Any] = super().convert(staged, **kwargs)
                 staged.clear()
                 for parameter in quantised.values():
@@ -139,7 +151,6 @@ def _quantizer(
     return StagedQuantizer
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [tensor.to(device) for tensor in value]
-    return value.to(device)
+def _to(value: Any, device: torch.device) -> list[torch.Tensor]:
+    tensors = value if isinstance(value, list) else [value]
+    return [tensor.to(device) for tensor in tensors]

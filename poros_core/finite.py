@@ -1,0 +1,61 @@
+"""Finding weights that are not finite, without waiting for the device after each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from poros_core.errors import CheckpointError
+
+__all__ = ["FiniteCheck"]
+
+_FEW = 5
+_CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class FiniteCheck:
+    """Collects the smallest and largest element of tensors; looks at them once, at the end.
+
+    Either is NaN if any element is, so two numbers say whether all are finite.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Look at a tensor, where it stands. What holds no floating-point numbers is passed by."""
+        if tensor.dtype in _CHECKED and tensor.numel():
+            low, high = torch.aminmax(tensor.detach())
+            self._found[name] = (low, high)
+
+    def problems(self) -> dict[str, str]:
+        """Return ``"NaN"`` or ``"infinite"`` for every tensor that is not finite, by name."""
+        wrong = {}
+        for name, bounds in self._found.items():
+            low, high = (float(bound) for bound in bounds)
+            if low != low or high != high:
+                wrong[name] = "NaN"
+            elif float("inf") in (high, -low):
+                wrong[name] = "infinite"
+        return wrong
+
+    def refuse(self, path: Path) -> None:
+        """Insist that all are finite.
+
+        Args:
+            path: the checkpoint that they are of.
+
+        Raises:
+            CheckpointError: one is not; the message names them.
+        """
+        problems = self.problems()
+        if not problems:
+            return
+        shown = ", ".join(f"{name} ({what})" for name, what in list(problems.items())[:_FEW])
+        more = f" and {len(problems) - _FEW} more" if len(problems) > _FEW else ""
+        raise CheckpointError(
+            f"Checkpoint '{path}' has {len(problems)} weights with elements that are NaN or "
+            f"infinite: {shown}{more}. Nothing can be trained on them: download the checkpoint "
+            "again, or take the one before the run that wrote it diverged."
+        )
