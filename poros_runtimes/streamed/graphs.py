@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import attrs
 import torch
