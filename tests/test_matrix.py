@@ -314,6 +314,23 @@ def test_a_real_row_through_the_command_line(
     assert (line["row"], line["status"], line["kept"]) == ("ci-qwen3", "exact", True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--matrix", "ci", "--steps", "5"], "--steps has no effect here: --matrix and --controls"),
+        (["--controls", "--html", "r.html"], "--html has no effect here"),
+        (["--family", "qwen2", "--shape", "tiny", "--row", "a"], "--row has no effect here"),
+        (["--matrix", "ci", "--json", "no/where.json"], "name a file in a folder that exists"),
+    ],
+)
+def test_flags_without_effect_are_refused(
+    arguments: list[str], message: str, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_minutes_need_a_folder(cli: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = cli("--matrix", "ci", "--minutes", "3")
     assert (code, "needs --json-dir DIR" in err) == (2, True)

@@ -225,6 +225,8 @@ class _Gate:
             )
         else:
             self.watch.phase("no fingerprints were written: the resident run was not repeated")
+            return
+        self.watch.phase(f"fingerprints: {self.files.write_fingerprints}")
 
     def _against(self, workshop: Workshop, batches: Iterator[Batch]) -> GateResult:
         assert self.files.against is not None
