@@ -215,17 +215,16 @@ class _Gate:
     def _write(self, writer: FingerprintWriter, lockstep: Lockstep, path: Path) -> None:
         """Write fingerprints of a resident run that another one has repeated."""
         assert self.files.write_fingerprints is not None
-        if lockstep.control.exact and lockstep.control.steps == self.options.steps:
-            writer.write(
-                self.files.write_fingerprints,
-                asked=settings_of(self.options),
-                checkpoint=checkpoint_identity(path, data=self.options.data),
-                stack=stack_of(self.device),
-                command=self.command,
-            )
-        else:
+        if not lockstep.control.exact or lockstep.control.steps < self.options.steps:
             self.watch.phase("no fingerprints were written: the resident run was not repeated")
             return
+        writer.write(
+            self.files.write_fingerprints,
+            asked=settings_of(self.options),
+            checkpoint=checkpoint_identity(path, data=self.options.data),
+            stack=stack_of(self.device),
+            command=self.command,
+        )
         self.watch.phase(f"fingerprints: {self.files.write_fingerprints}")
 
     def _against(self, workshop: Workshop, batches: Iterator[Batch]) -> GateResult:
