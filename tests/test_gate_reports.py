@@ -33,7 +33,7 @@ from poros_core.plugins import plugins
 from poros_core.status import read_records
 
 CPU = torch.device("cpu")
-SHORT = GateOptions(family="qwen2", shape="tiny", layers=2, steps=2, dropout=0.1)
+SHORT = GateOptions(family="qwen2", shape="tiny", layers=1, steps=2, dropout=0.1)
 SHAPES = {
     (entry.value.name, name): shape
     for entry in plugins().families
@@ -53,6 +53,37 @@ def cli(
         return int(left.value.code or 0), captured.out, captured.err
 
     return run
+
+
+class Page(HTMLParser):
+    """What a page consists of; void elements aside, every element must be closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def named(page: Page, tag: str) -> list[dict[str, str | None]]:
+    return [attributes for name, attributes in page.tags if name == tag]
 
 
 # leading layers
@@ -96,7 +127,9 @@ def test_a_checkpoint_is_cut_byte_for_byte(tmp_path: Path) -> None:
 def test_a_model_s_leading_layers_are_gated_and_said_to_be_no_more(
     cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    source, file = tmp_path / "model", tmp_path / "records" / "r.json"
+    source, file = tmp_path / "my-model", tmp_path / "records" / "r.json"
+    html, card = tmp_path / "r.html", tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\n---\n\n# A model")
     file.parent.mkdir()
     write_random_checkpoint(
         SHAPES["qwen2", "tiny"], source, seed=1, dtype=torch.bfloat16, device=CPU
@@ -104,15 +137,38 @@ def test_a_model_s_leading_layers_are_gated_and_said_to_be_no_more(
     code, out, _ = cli(
         *("--model", str(source), "--layers", "2", "--steps", "2", "--seq-len", "16"),
         *("--batch", "2", "--rank", "2", "--json", str(file)),
+        *("--html", str(html), "--card", str(card)),
     )
     record = json.loads(file.read_text())
     assert (code, record["verdict"], record["kind"]) == (0, "exact", "leading-layers-parity")
     assert record["layers"] == {"trained": 2, "of": 4}
     assert record["evidence"]["adapter_tensors"] == 2 * 7 * 2
     assert "It holds for the first 2 of 4 layers and is no claim about the rest." in out
+    check_page(html.read_text(encoding="utf-8"))
+    check_written_card(card.read_text(encoding="utf-8"))
+    # and it validates no family
     record["stack"]["gpu"], record["shape"] = "NVIDIA H200", "7b"
     file.write_text(json.dumps(record))
     assert read_records([file.parent]) == []
+
+
+def check_page(html: str) -> None:
+    page = Page(html)
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    assert "http" not in html
+    (resident, streamed) = named(page, "polyline")
+    assert resident["points"] == streamed["points"]
+    assert len((streamed["points"] or "").split()) == 2
+    text = " ".join(page.text)
+    assert "Poros gate: qwen2 my-model, NF4" in text
+    assert "Memory is not measured on a CPU." in text
+    assert "first 2 of 4 layers" in text
+
+
+def check_written_card(card: str) -> None:
+    assert card.startswith("---\nlicense: mit\n---\n\n# A model\n\n" + BEGIN)
+    assert "**exact**" in card
+    assert "\n$ poros gate --model my-model --steps 2 --seq-len 16 --batch 2 --rank 2" in card
 
 
 def test_a_checkpoint_that_cannot_be_cut_is_named(tmp_path: Path) -> None:
@@ -301,7 +357,7 @@ def test_on_another_stack_only_closeness_is_told(
     [
         ({"seed": 5}, "was written with seed 0, not 5"),
         ({"steps": 3}, "has 2 steps, fewer than --steps 3"),
-        ({"layers": 3}, "was written with layers 2, not 3"),
+        ({"layers": 3}, "was written with layers 1, not 3"),
         ({"seq_len": 9, "batch": 1}, r"with seq_len None, not 9 \(and batch differ too\)"),
     ],
 )
@@ -327,61 +383,6 @@ def test_fingerprints_of_other_inputs_are_refused(
 
 
 # the report and the card
-
-
-class Page(HTMLParser):
-    """What a page consists of; void elements aside, every element must be closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def named(page: Page, tag: str) -> list[dict[str, str | None]]:
-    return [attributes for name, attributes in page.tags if name == tag]
-
-
-def test_the_report_stands_alone(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    html, card = tmp_path / "r.html", tmp_path / "README.md"
-    card.write_text("---\nlicense: mit\n---\n\n# A model")
-    arguments = [
-        *("--family", "qwen2", "--shape", "tiny", "--layers", "2", "--steps", "2"),
-        *("--html", str(html), "--card", str(card)),
-    ]
-    assert cli(*arguments)[0] == 0
-    page = Page(html.read_text(encoding="utf-8"))
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
-    assert "http" not in html.read_text(encoding="utf-8")
-    (resident, streamed) = named(page, "polyline")
-    assert resident["points"] == streamed["points"]
-    assert len((streamed["points"] or "").split()) == 2
-    text = " ".join(page.text)
-    assert "Poros gate: qwen2 tiny, NF4" in text
-    assert "Memory is not measured on a CPU." in text
-    assert "first 2 of 4 layers" in text
-    first = card.read_text()
-    assert first.startswith("---\nlicense: mit\n---\n\n# A model\n\n" + BEGIN)
-    assert "**exact**" in first
-    assert "\n$ poros gate --family qwen2 --shape tiny --steps 2 --layers 2\n" in first
 
 
 def test_the_report_of_a_divergence_names_it_and_escapes() -> None:
