@@ -225,7 +225,8 @@ def _choose(job: LoadJob, entry: Entry | None) -> HostChoice:
         job.host, layers=sizes.layers, rest=sizes.rest, largest=sizes.largest, limits=limits
     )
     if choice.mode != "pinned":
-        _log.warning("host_mode", asked=job.host, **attrs.asdict(choice))
+        say = _log.warning if job.host == "auto" else _log.info
+        say("host_mode", asked=job.host, **attrs.asdict(choice))
     return choice
 
 

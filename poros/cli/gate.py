@@ -19,6 +19,7 @@ from poros.cli.gate_display import (
     quiet_libraries,
     size_text,
 )
+from poros.cli.gate_load import gate_load, training_flags
 from poros.cli.gate_matrix import gate_matrix
 from poros.cli.output import console
 from poros_core.errors import GateError
@@ -89,6 +90,8 @@ def gate(
     json_dir: flags.JsonDir = None,
     data_dir: flags.DataDir = None,
     controls: flags.Controls = False,
+    load: flags.Load = False,
+    pieces: flags.Pieces = 1,
 ) -> None:
     """Train resident and streamed side by side, and compare them bit for bit at every step.
 
@@ -148,6 +151,10 @@ def gate(
         )
         raise typer.Exit(status)
     _refuse("a single gate has no rows; name a --matrix", for_rows)
+    if load:
+        _refuse("--load trains nothing", {**files, **dict.fromkeys(training_flags(options), True)})
+        raise typer.Exit(gate_load(options, pieces=pieces, json_file=json_file))
+    _refuse("only --load deals layers out", {"--pieces": pieces != 1})
     if card is not None:
         check_card(card)
     result = _run(

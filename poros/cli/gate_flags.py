@@ -10,6 +10,7 @@ import typer
 _MODES = "How every arm computes"
 _FILES = "Reports, and machines on which the resident arm does not fit"
 _MATRIX = "Many gates"
+_LOAD = "How bases load"
 
 Family = Annotated[str | None, typer.Option(help="Family whose shape is used.")]
 Shape = Annotated[
@@ -218,5 +219,21 @@ Controls = Annotated[
         metavar="",
         help="Run the negative controls: each fault must be found, and gone once removed.",
         rich_help_panel=_MATRIX,
+    ),
+]
+Load = Annotated[
+    bool,
+    typer.Option(
+        "--load",
+        metavar="",
+        help="Compare the bytes of every way to load with from_pretrained's; train nothing.",
+        rich_help_panel=_LOAD,
+    ),
+]
+Pieces = Annotated[
+    int,
+    typer.Option(
+        help="With --load: checkpoints that a shape's layers are dealt to, one on disk at a time.",
+        rich_help_panel=_LOAD,
     ),
 ]
