@@ -40,8 +40,8 @@ class Stats:
         bytes_streamed_per_step: bytes that a step copied to the device.
         link_gb_per_second: those bytes over the whole step's time, in 1e9 bytes: what the link
             carried, not what it could.
-        stalled_share: share of a step in which kernels waited for a copy. Always None in this
-            version: it cannot be known without timing events around every wait.
+        stalled_share: share of the last steps in which kernels waited for a copy to arrive, by
+            events around each such wait; None on a CPU.
         peak_bytes: highest that the allocator held on the device since its peak was last reset,
             by anything in this process; None on a CPU.
         resident_units: units that stay on the device.
@@ -88,7 +88,7 @@ def stats(model: nn.Module) -> Stats:
             statistics.median_low([step.nbytes for step in recent]) if recent else None
         ),
         link_gb_per_second=_median([step.nbytes / step.seconds / 1e9 for step in recent]),
-        stalled_share=None,
+        stalled_share=_stalled_share(recent),
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         resident_units=handle.counters()["resident_units"],
         graph_share=_graph_share(recent),
@@ -114,6 +114,7 @@ class _Mark:
     nbytes: int
     replayed: int
     eager: int
+    stalled: float | None
 
 
 @frozen(kw_only=True)
@@ -125,6 +126,7 @@ class _Step:
     nbytes: int
     replayed: int
     eager: int
+    stalled: float | None
 
 
 class StepClock:
@@ -140,12 +142,15 @@ class StepClock:
         """Steps that are complete: the next one has started."""
         return max(0, self._started - 1)
 
-    def mark(self, counters: Mapping[str, int], *, tokens: int) -> None:
+    def mark(
+        self, counters: Mapping[str, int], *, tokens: int, stalled: float | None = None
+    ) -> None:
         """Note that a step starts.
 
         Args:
             counters: the runtime's running totals; see ``RuntimeHandle.counters``.
             tokens: of the step's batch.
+            stalled: seconds that kernels waited for copies so far; None if that is not known.
         """
         self._started += 1
         self._marks.append(
@@ -155,6 +160,7 @@ class StepClock:
                 counters["bytes_streamed"],
                 counters["graph_replays"],
                 counters["eager_blocks"],
+                stalled,
             )
         )
 
@@ -167,6 +173,7 @@ class StepClock:
                 nbytes=end.nbytes - start.nbytes,
                 replayed=end.replayed - start.replayed,
                 eager=end.eager - start.eager,
+                stalled=_rise(start.stalled, end.stalled),
             )
             for start, end in pairwise(self._marks)
         ]
@@ -183,6 +190,17 @@ def tokens_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
+
+
+def _rise(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+def _stalled_share(recent: Sequence[_Step]) -> float | None:
+    known = [(step.stalled, step.seconds) for step in recent if step.stalled is not None]
+    if not known:
+        return None
+    return sum(stalled for stalled, _ in known) / sum(seconds for _, seconds in known)
 
 
 def _graph_share(recent: Sequence[_Step]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,12 @@ class Fixed:
         raise NotImplementedError
 
 
-def figures_of(clock_times: list[float], rises: list[tuple[int, int, int]]) -> module.Stats:
+def figures_of(
+    clock_times: list[float],
+    rises: list[tuple[int, int, int]],
+    stalled: Sequence[float | None] = (),
+) -> module.Stats:
+    waited = iter(stalled)
     times: Iterator[float] = iter(clock_times)
     handle = Fixed(StepClock(now=lambda: next(times)))
     model = poros.prepare(adapted(), runtime="resident", verbose=False)
@@ -60,7 +65,7 @@ def figures_of(clock_times: list[float], rises: list[tuple[int, int, int]]) -> m
         handle.totals["bytes_streamed"] += nbytes
         handle.totals["graph_replays"] += replayed
         handle.totals["eager_blocks"] += eager
-        handle.clock.mark(handle.counters(), tokens=100)
+        handle.clock.mark(handle.counters(), tokens=100, stalled=next(waited, None))
     return module.stats(model)
 
 
@@ -100,6 +105,12 @@ def test_what_is_not_known_is_none(rises: list[tuple[int, int, int]]) -> None:
     assert found.graph_share is None
     assert found.step_seconds == (1.0 if rises else None)
     assert found.bytes_streamed_per_step == (0 if rises else None)
+
+
+def test_the_share_that_kernels_waited() -> None:
+    found = figures_of([0.0, 1.0, 3.0], [(0, 0, 0)] * 2, stalled=[0.5, 0.75, 1.5])
+    assert found.stalled_share == pytest.approx(1.0 / 3.0)
+    assert figures_of([0.0, 1.0], [(0, 0, 0)], stalled=[None, 1.0]).stalled_share is None
 
 
 def test_tokens_in() -> None:

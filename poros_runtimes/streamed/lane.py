@@ -6,6 +6,7 @@ it is done when the call returns, and an event is a value that says nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
@@ -46,6 +47,12 @@ class Lane(Protocol):
         """Return the event that all work issued so far on the compute stream is done."""
         ...
 
+    @property
+    def stalled_seconds(self) -> float | None:
+        """How long the compute stream stood in ``wait`` so far, as far as it is known without
+        waiting; None where that cannot be known."""
+        ...
+
 
 class HostLane:
     """The CPU's lane: plain copies, done at once."""
@@ -62,6 +69,8 @@ class HostLane:
         target.copy_(source)
         return self
 
+    stalled_seconds = None
+
     def wait(self, event: Event) -> None:
         """Return: everything is done already."""
 
@@ -77,6 +86,8 @@ class CudaLane:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._waits: deque[tuple[Any, Any]] = deque()
+        self._stalled = 0.0
 
     def adopt(self, arena: Arena) -> None:
         """Record the copy stream; see ``Lane``."""
@@ -98,7 +109,23 @@ class CudaLane:
     def wait(self, event: Event) -> None:
         """Make the current stream wait; see ``Lane``."""
         assert isinstance(event, torch.cuda.Event)
-        torch.cuda.current_stream(self._device).wait_event(event)
+        stream = torch.cuda.current_stream(self._device)
+        cuda: Any = torch.cuda
+        if cast(Any, event).query():
+            return
+        before, after = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        self._waits.append((before, after))
+
+    @property
+    def stalled_seconds(self) -> float:
+        """The time between events around each wait that is over; see ``Lane``."""
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            self._stalled += before.elapsed_time(after) / 1e3
+        return self._stalled
 
     def record(self) -> Event:
         """Record an event on the current stream; see ``Lane``."""

@@ -130,7 +130,11 @@ class StreamedHandle:
 
     def _decoder_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self.clock.mark(self.counters(), tokens=tokens_in(args, kwargs))
+            self.clock.mark(
+                self.counters(),
+                tokens=tokens_in(args, kwargs),
+                stalled=self.units.window.stalled_seconds,
+            )
         self._begin_forward(args, kwargs)
         thread = wants_hidden_states(self.plan.decoder, kwargs)
         single = thread or self._layers_hooked()

@@ -148,6 +148,11 @@ class Window:
         for ref, view in self._poisoned[unit]:
             ref.set(view)
 
+    @property
+    def stalled_seconds(self) -> float | None:
+        """How long kernels waited for copies so far; see ``Lane``."""
+        return self._lane.stalled_seconds
+
     def state(self, unit: int) -> Residency:
         """Return where a unit is. A unit with nothing to stream is always on the device."""
         place = self._places[unit]
