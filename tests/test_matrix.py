@@ -19,7 +19,8 @@ from poros_core.gate import GateOptions
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES
 from poros_core.gate.flags import flags_of, options_of, settings_of
-from poros_core.gate.matrix import Outcome, Row, exit_status, read_matrix, run_matrix
+from poros_core.gate.matrix import Row, read_matrix
+from poros_core.gate.matrix_run import Outcome, exit_status, run_matrix
 from poros_core.gate.options import PLANTS
 from poros_core.gate.run import GateFiles, run_gate
 from poros_core.plugins import plugins
@@ -222,6 +223,11 @@ def test_a_row_runs_again_when_its_record_is_not_its_own_or_not_final(tmp_path: 
     assert [o.status for o in run([changed], runner, folder=tmp_path)] == ["diverged"]
     assert [o.status for o in run([changed], runner, folder=tmp_path)] == ["diverged"]
     assert len(runner.calls) == 2
+    # a record from before a setting was added is the row's own: it had its default
+    record = record_of(changed.options())
+    del record["asked"]["tf32"]
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    assert [o.kept for o in run([changed], Runner(), folder=tmp_path)] == [True]
     (tmp_path / "a.json").write_text("{")
     assert [o.kept for o in run([changed], Runner(), folder=tmp_path)] == [False]
 

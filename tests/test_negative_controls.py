@@ -10,7 +10,8 @@ import pytest
 from poros.cli.gate_matrix import in_this_process
 from poros_core.errors import GateError
 from poros_core.gate import GateOptions
-from poros_core.gate.matrix import Outcome, Row, read_matrix, run_matrix
+from poros_core.gate.matrix import Row, read_matrix
+from poros_core.gate.matrix_run import Outcome, run_matrix
 from poros_core.gate.modes import Modes
 from poros_core.gate.run import run_gate
 from poros_core.settings import Settings

@@ -18,7 +18,8 @@ from poros.cli.gate_display import quiet_libraries
 from poros.cli.output import console
 from poros_core.errors import GateError
 from poros_core.gate.flags import flags_of
-from poros_core.gate.matrix import Outcome, Row, exit_status, read_matrix, run_matrix
+from poros_core.gate.matrix import Row, read_matrix
+from poros_core.gate.matrix_run import Outcome, exit_status, run_matrix
 from poros_core.gate.options import GateOptions
 
 __all__ = ["gate_matrix", "in_a_child", "in_this_process"]

@@ -20,6 +20,8 @@ from attrs import define, field
 
 from poros_core.errors import GateError
 from poros_core.gate.compare import SURFACES, Comparison, Divergence, StepView
+from poros_core.gate.flags import settings_of
+from poros_core.gate.options import GateOptions
 
 __all__ = ["Against", "FingerprintWriter", "checkpoint_identity"]
 
@@ -111,7 +113,7 @@ class Against:
             GateError: it cannot be read, or settings or checkpoint differ.
         """
         content = _content(path)
-        theirs = content["asked"]
+        theirs = {**settings_of(GateOptions()), **content["asked"]}
         differing = [
             name
             for name in asked

@@ -18,9 +18,11 @@ from poros_core.gate.modes import Modes
 from poros_core.gate.options import GateOptions
 from poros_core.settings import Settings
 
-__all__ = ["SETTINGS", "command_of", "flags_of", "options_of", "settings_of"]
+__all__ = ["SETTINGS", "command_of", "flags_of", "options_of", "same_settings", "settings_of"]
 
-_PREPARED = ("block_size", "vram_budget", "graphs")
+_PREPARED = tuple(
+    field.name for field in attrs.fields(Settings) if field.name not in ("runtime", "poison")
+)
 _MODES = tuple(field.name for field in attrs.fields(Modes))
 _OWN = tuple(
     field.name for field in attrs.fields(GateOptions) if field.name not in ("settings", "modes")
@@ -58,6 +60,13 @@ def settings_of(options: GateOptions) -> dict[str, Any]:
     modes = {name: getattr(options.modes, name) for name in _MODES}
     prepared = {name: getattr(options.settings, name) for name in _PREPARED}
     return {**own, **modes, **prepared}
+
+
+def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether two gates were asked for alike. A setting that a record is too old to have had
+    its default then."""
+    default = settings_of(GateOptions())
+    return {**default, **one} == {**default, **other}
 
 
 def flags_of(options: GateOptions) -> list[str]:

@@ -1,0 +1,254 @@
+"""Running a matrix: what has run, what can run now, and what each row came to."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import attrs
+from attrs import field, frozen
+
+from poros_core.errors import PorosError
+from poros_core.gate.flags import command_of, same_settings, settings_of
+from poros_core.gate.matrix import CONTROL, Row
+from poros_core.gate.options import GateOptions
+
+__all__ = ["MatrixObserver", "Outcome", "RowRunner", "exit_status", "run_matrix"]
+
+_FINAL = ("exact", "not-deterministic", "caught")
+
+Status = Literal[
+    "exact", "diverged", "void", "not-deterministic", "caught", "missed", "refused", "pending"
+]
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """How a row came out.
+
+    Attributes:
+        row: the row.
+        status: ``caught`` and ``missed`` are a control's; ``refused``: the gate could not be run,
+            ``pending``: it was not run, or not to its end.
+        detail: why, or where it first diverged.
+        kept: whether its record was there already.
+        record: its record, if there is one.
+    """
+
+    row: Row
+    status: Status
+    detail: str = ""
+    kept: bool = False
+    record: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+class RowRunner(Protocol):
+    """Runs one gate for a matrix: in this process, or in one of its own."""
+
+    def __call__(
+        self, options: GateOptions, *, state: Path | None, minutes: float | None
+    ) -> Mapping[str, Any]:
+        """Run a gate and return its record.
+
+        Args:
+            options: what it is asked to do.
+            state: where it is kept if the time is up, and goes on from.
+            minutes: how long it may take.
+
+        Raises:
+            PorosError: it cannot be run.
+        """
+        ...
+
+
+class MatrixObserver(Protocol):
+    """Is told how far a matrix is."""
+
+    def begins(self, row: Row) -> None:
+        """Called before a row runs."""
+        ...
+
+    def ended(self, outcome: Outcome) -> None:
+        """Called for every row, those that are not run too."""
+        ...
+
+
+def run_matrix(
+    rows: Iterable[Row],
+    *,
+    run: RowRunner,
+    observer: MatrixObserver,
+    cuda: bool,
+    folder: Path | None = None,
+    data: Path | None = None,
+    minutes: float | None = None,
+) -> list[Outcome]:
+    """Run what has not run yet, as far as the time goes.
+
+    A row that does not fit into what is left is passed over, and later ones may.
+
+    Args:
+        rows: in their order.
+        run: runs one gate.
+        observer: is told how far it is.
+        cuda: whether there is a CUDA device.
+        folder: where records and states are; None keeps none.
+        data: the folder of rows' data files.
+        minutes: how long all of it may take; None means no limit.
+    """
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    outcomes = []
+    for row in rows:
+        left = None if until is None else (until - time.monotonic()) / 60
+        outcome = _done(row, folder) or _not_now(row, cuda=cuda, data=data, left=left)
+        if outcome is None:
+            observer.begins(row)
+            outcome = _RowRun(row, run=run, folder=folder, data=data, minutes=left).outcome()
+        observer.ended(outcome)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def exit_status(outcomes: Iterable[Outcome]) -> int:
+    """Return what the command line exits with: the worst of all; what is pending is no failure."""
+    found = {outcome.status for outcome in outcomes}
+    if found & {"diverged", "missed"}:
+        return 1
+    if found & {"void", "refused"}:
+        return 2
+    return 3 if "not-deterministic" in found else 0
+
+
+def _done(row: Row, folder: Path | None) -> Outcome | None:
+    """Return the outcome of a row whose record is there already."""
+    if folder is None:
+        return None
+    path = folder / f"{row.name}.json"
+    try:
+        record: Any = json.loads(path.read_text(encoding="utf-8"))
+        verdict, asked = record["verdict"], record["asked"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if verdict not in _FINAL or not same_settings(asked, settings_of(row.options())):
+        return None
+    return Outcome(row=row, status=verdict, kept=True, record=record)
+
+
+def _not_now(row: Row, *, cuda: bool, data: Path | None, left: float | None) -> Outcome | None:
+    """Return the outcome of a row that cannot be run now, and why."""
+    file = row.settings.get("data")
+    if row.device == "cuda" and not cuda:
+        return Outcome(row=row, status="pending", detail="needs a CUDA device")
+    if file is not None and (data is None or not (data / file).is_file()):
+        detail = f"needs {file}; say where it is with --data-dir"
+        return Outcome(row=row, status="pending", detail=detail)
+    if left is not None and left <= row.needs_minutes:
+        detail = f"needs more than {row.needs_minutes:g} minutes, {max(0.0, left):.1f} are left"
+        return Outcome(row=row, status="pending", detail=detail)
+    return None
+
+
+class _RowRun:
+    """One row, as it runs."""
+
+    def __init__(
+        self,
+        row: Row,
+        *,
+        run: RowRunner,
+        folder: Path | None,
+        data: Path | None,
+        minutes: float | None,
+    ) -> None:
+        self._row = row
+        self._run = run
+        self._folder = folder
+        self._data = data
+        self._until = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def outcome(self) -> Outcome:
+        """Run it, and write its record."""
+        try:
+            record = (
+                self._control() if self._row.planted else self._gate(self._row.options(self._data))
+            )
+        except PorosError as error:
+            return Outcome(row=self._row, status="refused", detail=str(error))
+        verdict = record["verdict"]
+        if verdict == "unfinished":
+            compared, steps = record["steps_compared"], record["steps"]
+            detail = f"{compared} of {steps} steps were equal so far"
+            return Outcome(row=self._row, status="pending", detail=detail)
+        record = {**record, "row": attrs.asdict(self._row)}
+        if self._folder is not None:
+            path = self._folder / f"{self._row.name}.json"
+            path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        return Outcome(row=self._row, status=verdict, detail=_detail(record), record=record)
+
+    def _gate(self, options: GateOptions, *, part: str = "") -> Mapping[str, Any]:
+        state, minutes = None, None
+        if self._folder is not None:
+            state = self._folder / f"{self._row.name}{part}.state"
+            if self._until is not None:
+                minutes = max((self._until - time.monotonic()) / 60, 1e-3)
+        record = dict(self._run(options, state=state, minutes=minutes))
+        record["command"] = command_of(options)
+        return record
+
+    def _control(self) -> Mapping[str, Any]:
+        """Run a negative control: with its fault, then without."""
+        options = self._row.options(self._data)
+        faulty = self._gate(options, part="-faulty")
+        if faulty["verdict"] == "unfinished":
+            return faulty
+        clean = self._gate(self._row.options(self._data, clean=True), part="-clean")
+        if clean["verdict"] == "unfinished":
+            return clean
+        caught = faulty["verdict"] == "diverged" and clean["verdict"] == "exact"
+        return {
+            "kind": CONTROL,
+            "verdict": "caught" if caught else "missed",
+            "plant": self._row.settings["plant"],
+            "what": faulty["planted_fault"],
+            "found": _first(faulty),
+            "asked": faulty["asked"],
+            "faulty": faulty,
+            "clean": clean,
+            "command": faulty["command"],
+            "stack": faulty["stack"],
+            "date": faulty["date"],
+        }
+
+
+_ORDER = ("loss", "grad_norms", "optimizer_state", "adapter_weights")
+
+
+def _first(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the first divergence of the streamed arm."""
+    found = [d for s in _ORDER if (d := record["surfaces"][s]["first_divergence"]) is not None]
+    return min(found, key=lambda divergence: divergence["step"], default=None)
+
+
+def _detail(record: Mapping[str, Any]) -> str:
+    verdict = record["verdict"]
+    if verdict == "void":
+        return "; ".join(record["void_reasons"])
+    if verdict == "missed":
+        faulty, clean = record["faulty"]["verdict"], record["clean"]["verdict"]
+        return f"with the fault {faulty}, without it {clean}"
+    if verdict == "not-deterministic":
+        return _where(record["control"]["first_divergence"])
+    if verdict == "caught":
+        return _where(record["found"])
+    return _where(_first(record)) if verdict == "diverged" else f"{record['steps']} steps"
+
+
+def _where(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return f"step {found['step']}, {found['surface'].replace('_', ' ')}, {found['tensor']}"
