@@ -129,7 +129,7 @@ def check_planted_fault(bench: Bench) -> tuple[PlantedFault, Divergence]:
         bench.step("training")
     options = attrs.evolve(bench.workshop.options, plant_fault=True)
     arm, fault = attrs.evolve(bench.workshop, options=options).streamed()
-    assert fault is not None
+    assert isinstance(fault, PlantedFault)
     comparison = Comparison()
     for step, (batches, reference) in enumerate(bench.trace, start=1):
         view = arm.step(batches)
