@@ -9,7 +9,7 @@ from attrs import frozen
 
 from poros_runtimes.streamed.signature import Layout
 
-__all__ = ["Buffer", "Stretch", "span_of"]
+__all__ = ["Buffer", "Pages", "Stretch", "span_of"]
 
 _ALIGNMENT = 512
 """Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
@@ -19,6 +19,9 @@ def span_of(layout: Layout) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((n - 1) * (s or 1) for n, s in zip(layout.compact, layout.stride, strict=True))
     return (last + 1) * layout.dtype.itemsize if all(layout.compact) else 0
+
+
+_ON_A_PAGE = 8
 
 
 class Buffer:
@@ -62,6 +65,37 @@ class Buffer:
             if stride == 0:
                 source = source.narrow(dim, 0, 1)
         self._base.copy_(source)
+
+
+class Pages:
+    """Memory for what blocks hand out, several to an allocation.
+
+    A boundary is of a size of which the caching allocator fits two or three into one of its own
+    segments and leaves the rest empty. A page holds ``_ON_A_PAGE``, and goes when the last does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._page: torch.Tensor | None = None
+        self._used = 0
+
+    def copy_of(self, buffer: Buffer) -> torch.Tensor:
+        """Return a copy of what is in ``buffer``, of the same layout."""
+        source, layout = buffer.tensor, buffer.layout
+        if layout.compact != layout.shape:
+            return source.clone()
+        nbytes = -(-span_of(layout) // _ALIGNMENT) * _ALIGNMENT
+        page = self._page
+        if page is None or self._used + nbytes > page.nbytes:
+            page = torch.empty(_ON_A_PAGE * nbytes, dtype=torch.uint8, device=self._device)
+            self._page, self._used = page, 0
+        part = page[self._used : self._used + nbytes]
+        self._used += nbytes
+        return part.view(layout.dtype).as_strided(layout.shape, layout.stride).copy_(source)
+
+    def close(self) -> None:
+        """Keep no page: those that are in use live on."""
+        self._page = None
 
 
 @frozen(eq=False)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import attrs
 import torch
@@ -32,7 +33,7 @@ from poros_runtimes.streamed.boundary import (
     leaves_of,
     nothing_saved,
 )
-from poros_runtimes.streamed.buffers import Buffer, Stretch, span_of
+from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, span_of
 from poros_runtimes.streamed.capture import Capturer, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,
@@ -83,18 +84,27 @@ class _Backward:
 class GraphExecutor:
     """Replays what it has captured; everything else runs eagerly."""
 
-    def __init__(self, eager: EagerExecutor, device: torch.device, capturer: Capturer) -> None:
+    def __init__(
+        self,
+        eager: EagerExecutor,
+        device: torch.device,
+        capturer: Capturer,
+        first: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Make an executor that has captured nothing yet.
 
         Args:
             eager: runs what is not captured.
             device: the compute device.
             capturer: captures the rest.
+            first: a context for what runs eagerly because it was not seen before.
         """
         self.replays = 0
         self._eager = eager
         self._device = device
         self._capturer = capturer
+        self._first = first
+        self._pages = Pages(device)
         self._epoch = 0
         self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], Buffer] = (
             weakref.WeakValueDictionary()
@@ -120,7 +130,8 @@ class GraphExecutor:
         seen = self._seen.setdefault(call.block, OrderedDict())
         entry = seen.get(key)
         if entry is None:
-            results, differentiable = self._eager.forward(call, inputs, wanted)
+            with self._first():
+                results, differentiable = self._eager.forward(call, inputs, wanted)
             layouts = [layout_of(result) for result in results]
             if None not in layouts:
                 drew = self._drew_on_the_host(call)
@@ -140,7 +151,7 @@ class GraphExecutor:
                     self._fill(entry, call, inputs)
                     entry.graph.replay()
                     self.replays += 1
-                    return [b.tensor.clone() for b in entry.results], entry.differentiable
+                    return [self._pages.copy_of(b) for b in entry.results], entry.differentiable
         return self._eager.forward(call, inputs, wanted)
 
     def _drew_on_the_host(self, call: BlockCall) -> bool:
@@ -168,11 +179,12 @@ class GraphExecutor:
             return self._eager.backward(call, inputs, wanted, gradients)
         entry = forward.backwards.get(key)
         if entry is None:
-            found = self._eager.backward(call, inputs, wanted, gradients)
+            with self._first():
+                found = self._eager.backward(call, inputs, wanted, gradients)
             layouts = [None if g is None else layout_of(g) for g in found]
             lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
             forward.backwards[key] = _Backward(layouts, refused=lost)
-            return found if lost else self._together(found, layouts, count=len(inputs))
+            return found
         if not entry.refused and forward.graph is not None:
             with call.block.holding(call.layers, backward=True):
                 if entry.graph is None:
@@ -181,25 +193,9 @@ class GraphExecutor:
                     return self._replay_backward(entry, forward, call, inputs, gradients)
         return self._eager.backward(call, inputs, wanted, gradients)
 
-    def _together(
-        self,
-        found: Sequence[torch.Tensor | None],
-        layouts: Sequence[Layout | None],
-        *,
-        count: int,
-    ) -> list[torch.Tensor | None]:
-        """Put the gradients of parameters side by side, as replays do: what they leave behind then
-        fits those of later steps. ``count`` is that of the inputs, which come first."""
-        trained = [layout for layout in layouts[count:] if layout is not None]
-        stretch = Stretch.of(
-            trained, lambda n: torch.empty(n, dtype=torch.uint8, device=self._device)
-        )
-        pieces = iter(stretch.views(stretch.flat))
-        together = list(found)
-        for number, gradient in enumerate(found[count:], count):
-            if gradient is not None:
-                together[number] = next(pieces).copy_(gradient)
-        return together
+    def end_forward(self) -> None:
+        """A forward of the decoder ended."""
+        self._pages.close()
 
     def clear(self) -> None:
         """Drop every graph and buffer: units move, or the model is done with. Calls whose backward
