@@ -30,9 +30,14 @@ class Region:
     offset: int
     size: int
 
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.size
+
     def overlaps(self, other: Region) -> bool:
         """Say whether the two share a byte."""
-        return self.offset < other.offset + other.size and other.offset < self.offset + self.size
+        return self.offset < other.end and other.offset < self.end
 
 
 @frozen

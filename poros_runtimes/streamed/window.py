@@ -44,13 +44,15 @@ _LEGAL = {
 @define(eq=False)
 class _Place:
     """One unit's region, its bytes as tensors, and the event that orders its next move: that the
-    copy arrived (IN_FLIGHT, DEVICE), or that the last reader is done (RETIRING)."""
+    copy arrived (IN_FLIGHT, DEVICE), or that the last reader is done (RETIRING). ``beyond``: its
+    region ends behind all others there, where graphs of any layer may keep their temporaries."""
 
     image: UnitImage
     region: Region
     memory: torch.Tensor = field(repr=False)
     bindings: list[tuple[TensorRef, torch.Tensor]] = field(repr=False)
     overlapping: list[int]
+    beyond: bool = False
     state: Residency = Residency.HOST
     event: Event | None = None
     users: int = 0
@@ -112,6 +114,7 @@ class Window:
         self.bytes_streamed = 0
         self._lane = lane
         self._poison = poison
+        self._last: Event | None = None
         self._places: list[_Place | None] = []
         for image, region in zip(images, regions, strict=True):
             if image is None or region is None:
@@ -130,6 +133,8 @@ class Window:
                 for index, other in enumerate(self._places)
                 if other is not None and other is not place and other.region.overlaps(place.region)
             ]
+            others = (self._places[index] for index in place.overlapping)
+            place.beyond = all(o is not None and o.region.end < place.region.end for o in others)
 
     def _bind_to_poison(self, readable: frozenset[int], device: torch.device) -> None:
         largest = max((p.region.size for p in self._places if p is not None), default=0)
@@ -205,7 +210,7 @@ class Window:
         place.users -= 1
         if place.users:
             return
-        place.event = self._lane.record()
+        place.event = self._last = self._lane.record()
         place.move(Residency.RETIRING)
         self._park(unit)
 
@@ -237,12 +242,15 @@ class Window:
         if any(self.state(unit) is Residency.DEVICE for unit in inside):
             return False
         for unit in inside:
+            place = self._places[unit]
+            if place is not None and place.state is Residency.HOST and place.event is not None:
+                self._lane.wait(place.event)  # a copy that was forgotten may still arrive
             self.vacate(unit)
         return True
 
     def written(self) -> None:
         """Copies must wait for all kernels issued so far: they used the arena."""
-        now = self._lane.record()
+        now = self._last = self._lane.record()
         for place in self._places:
             if place is not None and place.state is Residency.HOST:
                 place.event = now
@@ -258,8 +266,8 @@ class Window:
 
     def rebuild(self, regions: Mapping[int, Region], arena: torch.Tensor) -> None:
         """Give the units that were in the arena regions of a new one."""
-        self.arena = arena
         self.move(regions, arena)
+        self.arena = arena
 
     def move(self, regions: Mapping[int, Region], arena: torch.Tensor) -> None:
         """Give units that nobody has bound regions of another arena.
@@ -281,23 +289,19 @@ class Window:
         place = self._places[unit]
         assert place is not None
         assert place.state is Residency.HOST
-        after = [place.event] if place.event is not None else []
-        for index in place.overlapping:
-            other = self._places[index]
-            assert other is not None
-            if other.users:
-                raise StateError(_HELD)
-            if other.event is not None:
-                after.append(other.event)
-                other.event = None
+        others = [other for index in place.overlapping if (other := self._places[index])]
+        if any(other.users for other in others):
+            raise StateError(_HELD)
+        source = place.image.bytes_for_copy()[: place.region.size]
+        events = [place.event, *(other.event for other in others)]
+        if place.beyond:
+            events.append(self._last)
+        after = [event for event in events if event is not None]
+        place.event = self._lane.copy(place.memory, source, after=after, poison=self._poison)
+        for other in others:
+            other.event = None
             if other.state is not Residency.HOST:
                 other.forget()
-        place.event = self._lane.copy(
-            place.memory,
-            place.image.bytes_for_copy()[: place.region.size],
-            after=after,
-            poison=self._poison,
-        )
         place.image.copied(place.event)
         place.move(Residency.IN_FLIGHT)
         self.copies += 1
