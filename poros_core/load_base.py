@@ -24,7 +24,8 @@ from poros_core.host_store import HostStore
 from poros_core.landing import FileLanding, give_back_free_memory, land_in_memory
 from poros_core.load_progress import LoadMeter, LoadObserver, SilentObserver
 from poros_core.log import get_logger
-from poros_core.packed_cache import CacheRefusal, Entry, EntryWriter, PackedCache, entry_name
+from poros_core.packed_cache import CacheRefusal, PackedCache
+from poros_core.packed_entry import Entry, EntryWriter, entry_name
 from poros_core.packed_file import DamagedFile
 from poros_core.packing import BaseSizes, LoadedBase, PackingStrategy, named_refs, pack, unpack
 from poros_core.plan import build_plan

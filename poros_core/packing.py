@@ -26,7 +26,8 @@ from poros_core.host_store import (
     layout_of,
 )
 from poros_core.mapped_buffer import MappedBuffer
-from poros_core.packed_cache import CacheRefusal, Entry, EntryWriter
+from poros_core.packed_cache import CacheRefusal
+from poros_core.packed_entry import Entry, EntryWriter
 from poros_core.packed_file import DamagedFile, PackedFile, Piece
 from poros_core.plan import BlockPlan, Unit, build_plan
 from poros_core.plugins import plugins

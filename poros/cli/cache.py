@@ -13,7 +13,8 @@ from rich.text import Text
 
 from poros.cli.output import console, print_json, print_line
 from poros_core.errors import SettingsError
-from poros_core.packed_cache import EntryInfo, PackedCache, cache_from, default_folder
+from poros_core.packed_cache import PackedCache, cache_from, default_folder
+from poros_core.packed_entry import EntryInfo
 
 __all__ = ["register"]
 
