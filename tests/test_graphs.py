@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import poros
 from poros_core.prepare import prepared_of
 from poros_families.qwen2 import QWEN2
+from poros_runtimes.streamed.buffers import Buffer, Pages
 from poros_runtimes.streamed.graphs import GraphExecutor
+from poros_runtimes.streamed.signature import layout_of
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -225,6 +227,24 @@ def test_a_failed_capture_runs_eagerly_says_so_once_and_keeps_the_random_numbers
     assert len(said) == 1
 
 
+def test_units_that_move_at_a_backward_are_not_replayed_where_they_were() -> None:
+    """A loss that does not come through the decoder's output leaves the head where it is."""
+    model = make()
+    units = handle_of(model).units
+    for step in range(3):
+        plain(model, step, CPU)
+    taken: list[torch.Tensor] = []
+    norm = model.get_base_model().model.norm
+    norm.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+    model(**batch(1, CPU))
+    assert units.shared
+    before = units.graphs.replays
+    assert before > 0
+    taken[0].square().mean().backward()
+    assert not units.shared
+    assert units.graphs.replays == before
+
+
 def test_old_signatures_are_dropped() -> None:
     model = make()
     for length in (6, 8, 10, 12, 14, 16):
@@ -283,3 +303,26 @@ def _live_bytes() -> int:
         if type(thing) is torch.Tensor:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def test_what_blocks_hand_out_shares_a_page_but_not_a_version() -> None:
+    pages = Pages(CPU)
+    layout = layout_of(torch.empty(2, 5, 8))
+    assert layout is not None
+    buffer = Buffer(layout, CPU)
+    parts = []
+    for value in range(10):
+        buffer.tensor.fill_(value)
+        parts.append(pages.copy_of(buffer))
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 2, "eight on a page"
+    assert not any(part._is_view() for part in parts)
+    before = [part._version for part in parts]
+    parts[3].add_(100)
+    changed = [part._version - old for part, old in zip(parts, before, strict=True)]
+    assert changed == [0, 0, 0, 1, *[0] * 6]
+    expected = [0.0, 1, 2, 103, *range(4, 10)]
+    assert [part.unique().item() for part in parts] == expected
+    gone = weakref.ref(parts[9].untyped_storage())
+    pages.close()
+    del parts[8:]
+    assert gone() is None

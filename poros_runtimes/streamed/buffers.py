@@ -89,9 +89,11 @@ class Pages:
         if page is None or self._used + nbytes > page.nbytes:
             page = torch.empty(_ON_A_PAGE * nbytes, dtype=torch.uint8, device=self._device)
             self._page, self._used = page, 0
-        part = page[self._used : self._used + nbytes]
-        self._used += nbytes
-        return part.view(layout.dtype).as_strided(layout.shape, layout.stride).copy_(source)
+        start, self._used = self._used // layout.dtype.itemsize, self._used + nbytes
+        # Not a view of the page: parts must not share a version, and may be changed in place.
+        part = torch.empty(0, dtype=layout.dtype, device=self._device)
+        part.set_(page.untyped_storage(), start, layout.shape, layout.stride)
+        return part.copy_(source)
 
     def close(self) -> None:
         """Keep no page: those that are in use live on."""
