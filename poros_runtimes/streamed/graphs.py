@@ -145,9 +145,10 @@ class GraphExecutor:
         call.replay = entry
         if not entry.refused:
             with call.block.holding(call.layers, backward=False):
-                if entry.graph is None:
+                there = entry.epoch == self._epoch  # units may have moved to make room
+                if there and entry.graph is None:
                     self._capture_forward(entry, call, inputs, wanted)
-                if entry.graph is not None:
+                if there and entry.graph is not None:
                     self._fill(entry, call, inputs)
                     entry.graph.replay()
                     self.replays += 1
@@ -187,9 +188,10 @@ class GraphExecutor:
             return found
         if not entry.refused and forward.graph is not None:
             with call.block.holding(call.layers, backward=True):
-                if entry.graph is None:
+                there = forward.epoch == self._epoch  # units may have moved to make room
+                if there and entry.graph is None:
                     self._capture_backward(entry, forward, call, wanted, gradients)
-                if entry.graph is not None:
+                if there and entry.graph is not None:
                     return self._replay_backward(entry, forward, call, inputs, gradients)
         return self._eager.backward(call, inputs, wanted, gradients)
 
