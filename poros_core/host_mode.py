@@ -14,7 +14,7 @@ from attrs import frozen
 
 from poros_core import machine
 from poros_core.errors import PrepareError, SettingsError
-from poros_core.host_store import HostBuffer
+from poros_core.host_memory import HostBuffer
 from poros_core.ring import SLOTS
 
 __all__ = ["HostChoice", "HostMode", "Limits", "choose_host", "named_mode", "read_limits"]

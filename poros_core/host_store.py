@@ -21,78 +21,28 @@ place, and are page-locked always.
 
 from __future__ import annotations
 
-import mmap
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from attrs import frozen
 
-from poros_core.errors import PrepareError, StateError
-from poros_core.log import get_logger
-from poros_core.machine import available_memory
+from poros_core.errors import StateError
+from poros_core.host_memory import (
+    ALIGNMENT,
+    HostBuffer,
+    HostMemory,
+    TensorEntry,
+    fill,
+    layout,
+)
 from poros_core.protocols import TensorRef
 
 if TYPE_CHECKING:
     from poros_core.load_progress import LoadReport
     from poros_core.ring import StagingRing
 
-__all__ = [
-    "ALIGNMENT",
-    "HostBuffer",
-    "HostMemory",
-    "HostStore",
-    "TensorEntry",
-    "UnitImage",
-    "fill",
-    "layout",
-    "layout_of",
-]
-
-_log = get_logger("host_store")
-
-ALIGNMENT = 256
-"""Bytes. The CUDA allocator aligns to 512 and kernels choose by alignment up to 256 at most; a
-smaller alignment than a resident run's could select other kernels, and other bits."""
-
-_REGISTER_PORTABLE_MAPPED = 0x01 | 0x02
-"""``cudaHostRegisterPortable | cudaHostRegisterMapped`` (CUDA runtime API, memory management)."""
-
-
-@frozen
-class TensorEntry:
-    """Where one tensor lies in its unit's stretch.
-
-    Attributes:
-        ref: the place in the model that it is bound to.
-        offset: bytes from the start of the stretch, a multiple of ``ALIGNMENT``.
-        nbytes: its size in bytes.
-        dtype: its element type.
-        shape: its shape.
-        origin: the device that it was on when it was adopted.
-    """
-
-    ref: TensorRef
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    origin: torch.device
-
-
-class _MappedPointer:
-    """Carries a device pointer into ``torch.as_tensor`` by the CUDA array interface (version 2),
-    and keeps the memory behind it alive."""
-
-    def __init__(self, pointer: int, nbytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "data": (pointer, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 2,
-        }
+__all__ = ["ALIGNMENT", "HostBuffer", "HostStore", "TensorEntry", "UnitImage", "layout"]
 
 
 class Closable(Protocol):
@@ -101,117 +51,6 @@ class Closable(Protocol):
     def close(self) -> None:
         """Close it."""
         ...
-
-
-class HostMemory(Protocol):
-    """A stretch that a unit stands in: memory, or a file that is mapped."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        ...
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """Its content as the host reads it, flat uint8."""
-        ...
-
-    def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """Return a view of one tensor, as the device sees it if the device can."""
-        ...
-
-    def view(self) -> memoryview:
-        """Return the bytes as the host reads and writes them."""
-        ...
-
-    def will_need(self) -> None:
-        """Be told that all of it will be read now. May wait for a disk."""
-        ...
-
-
-class HostBuffer:
-    """A page-aligned stretch of host memory, page-locked and mapped if a CUDA device will read it.
-
-    The size is exact: ``pin_memory()`` would round it up to a power of two.
-    """
-
-    def __init__(self, nbytes: int, *, device: torch.device, locked: bool = True) -> None:
-        """Allocate ``nbytes`` bytes for use with ``device``.
-
-        Args:
-            nbytes: the size.
-            device: the compute device.
-            locked: page-lock it, if the device is a CUDA device.
-
-        Raises:
-            PrepareError: the memory cannot be had or cannot be page-locked.
-        """
-        self.nbytes = nbytes
-        self.device = device
-        self.locked = locked and device.type == "cuda"
-        free = available_memory()
-        if free is not None and nbytes > free:
-            _say_short(nbytes, free, device)
-        try:
-            self._map = mmap.mmap(-1, max(nbytes, 1))
-        except OSError as error:
-            raise PrepareError(
-                f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more were asked "
-                f"for ({error}). Free memory, or use a smaller model."
-            ) from error
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
-        if self.locked:
-            _page_lock(self, device)
-
-    def will_need(self) -> None:
-        """Do nothing: it is in memory."""
-
-    def view(self) -> memoryview:
-        """Return the bytes as the host reads and writes them."""
-        return memoryview(self._map)[: self.nbytes]
-
-    def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """Return a view of one tensor with a storage of its own: as ``device`` sees it if the
-        stretch is page-locked, else as the host does."""
-        if self.locked:
-            pointer = self.bytes.data_ptr() + entry.offset
-            with torch.cuda.device(self.device):
-                flat = torch.as_tensor(
-                    _MappedPointer(pointer, entry.nbytes, self), device=self.device
-                )
-            return flat.view(entry.dtype).view(entry.shape)
-        count = entry.nbytes // entry.dtype.itemsize
-        return torch.frombuffer(
-            self._map, dtype=entry.dtype, count=count, offset=entry.offset
-        ).view(entry.shape)
-
-
-def _say_short(nbytes: int, free: int, device: torch.device) -> None:
-    """Refuse on a CPU, where the process would be killed while it copies. Page-locking answers for
-    itself, and a virtual machine may be given more memory as it is used, so there only a warning.
-    """
-    if device.type == "cuda":
-        _log.warning("host_memory_low", needed=nbytes, available=free)
-        return
-    raise PrepareError(
-        f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more are needed, and "
-        f"{free / 1e9:.2f} GB are available. Free memory, or use a smaller model."
-    )
-
-
-def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
-    cuda: Any = torch.cuda
-    runtime = cuda.cudart()
-    pointer, nbytes = buffer.bytes.data_ptr(), buffer.nbytes
-    with torch.cuda.device(device):
-        status = runtime.cudaHostRegister(pointer, nbytes, _REGISTER_PORTABLE_MAPPED)
-    if int(status) != 0:
-        raise PrepareError(
-            f"{nbytes / 1e9:.2f} GB of host memory cannot be page-locked (CUDA error "
-            f"{int(status)}). Raise the limit that `ulimit -l` shows, give the container more "
-            "memory, free some, or load with host='pageable' or host='mmap'."
-        )
-    weakref.finalize(buffer, runtime.cudaHostUnregister, pointer).atexit = False
 
 
 class UnitImage:
@@ -309,41 +148,6 @@ class UnitImage:
             target = device if device is not None else entry.origin
             fresh = torch.empty(entry.shape, dtype=entry.dtype, device=target)
             entry.ref.set(fresh.copy_(source))
-
-
-def layout(refs: Iterable[TensorRef]) -> tuple[list[TensorEntry], int]:
-    """Lay tensors out in a stretch, in the order given.
-
-    Returns:
-        The table, and the size of the stretch in bytes.
-    """
-    placed = [(ref, ref.get()) for ref in refs]
-    offsets, end = layout_of([tensor.nbytes for _, tensor in placed])
-    return [
-        TensorEntry(ref, offset, tensor.nbytes, tensor.dtype, tensor.shape, tensor.device)
-        for (ref, tensor), offset in zip(placed, offsets, strict=True)
-    ], end
-
-
-def fill(buffer: HostBuffer, entries: Iterable[TensorEntry]) -> None:
-    """Copy the tensors that are bound now to where they lie in a stretch."""
-    for entry in entries:
-        source = entry.ref.get().detach().contiguous().view(-1).view(torch.uint8)
-        buffer.bytes[entry.offset : entry.offset + entry.nbytes].copy_(source)
-
-
-def layout_of(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offset of each of some tensors in a stretch, and the size of the stretch.
-
-    Args:
-        sizes: their bytes, in order.
-    """
-    offsets: list[int] = []
-    end = 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, end
 
 
 class HostStore:

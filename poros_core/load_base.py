@@ -27,7 +27,8 @@ from poros_core.log import get_logger
 from poros_core.packed_cache import CacheRefusal, PackedCache
 from poros_core.packed_entry import Entry, EntryWriter, entry_name
 from poros_core.packed_file import DamagedFile
-from poros_core.packing import BaseSizes, LoadedBase, PackingStrategy, named_refs, pack, unpack
+from poros_core.packing import LoadedBase, named_refs, pack, unpack
+from poros_core.packing_strategy import BaseSizes, PackingStrategy
 from poros_core.plan import build_plan
 from poros_core.plugins import plugins
 from poros_core.prepare import STORE

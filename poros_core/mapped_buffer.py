@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from poros_core.errors import PrepareError
-from poros_core.host_store import TensorEntry
+from poros_core.host_memory import TensorEntry
 from poros_core.log import get_logger
 
 __all__ = ["MappedBuffer"]

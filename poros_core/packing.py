@@ -9,43 +9,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from attrs import frozen
 from torch import nn
 
-from poros_core.host_mode import HostMode
-from poros_core.host_store import (
+from poros_core.host_memory import (
     HostBuffer,
     HostMemory,
-    HostStore,
     TensorEntry,
     fill,
     layout,
     layout_of,
 )
+from poros_core.host_mode import HostMode
+from poros_core.host_store import HostStore
 from poros_core.mapped_buffer import MappedBuffer
 from poros_core.packed_cache import CacheRefusal
 from poros_core.packed_entry import Entry, EntryWriter
 from poros_core.packed_file import DamagedFile, PackedFile, Piece
+from poros_core.packing_strategy import LAYER
 from poros_core.plan import BlockPlan, Unit, build_plan
 from poros_core.plugins import plugins
 from poros_core.protocols import LoadRequest, TensorRef
 
-__all__ = [
-    "BaseSizes",
-    "LoadedBase",
-    "PackingStrategy",
-    "named_buffers",
-    "named_refs",
-    "pack",
-    "unpack",
-]
+__all__ = ["LoadedBase", "named_buffers", "named_refs", "pack", "unpack"]
 
 _REST = "rest.safetensors"
 _READERS = 8
-_LAYER = "layer "
 _DTYPES = {
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
@@ -56,63 +48,6 @@ _DTYPES = {
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@frozen(kw_only=True)
-class BaseSizes:
-    """How large a base is on the host, in bytes.
-
-    Attributes:
-        layers: all decoder layers.
-        rest: head, embeddings, and what stands on the device.
-        largest: the largest layer.
-    """
-
-    layers: int
-    rest: int
-    largest: int
-
-    @classmethod
-    def of_entry(cls, entry: Entry) -> BaseSizes:
-        """Return the sizes of a base in the cache."""
-        layers = [unit.nbytes for unit in entry.units if unit.unit.startswith(_LAYER)]
-        return cls(
-            layers=sum(layers), rest=entry.nbytes - sum(layers), largest=max(layers, default=0)
-        )
-
-
-@runtime_checkable
-class PackingStrategy(Protocol):
-    """What a loader strategy offers besides, if its bases can be kept in the packed cache."""
-
-    def cache_key(self, request: LoadRequest) -> Mapping[str, Any]:
-        """Return everything that decides the base's bytes, as JSON knows it, with ``precision``.
-
-        Read from config and headers; no weight is touched.
-
-        Raises:
-            CacheRefusal: something decides them that cannot be told beforehand.
-        """
-        ...
-
-    def estimate(self, request: LoadRequest) -> BaseSizes:
-        """Return about how large the base will be, from config and headers."""
-        ...
-
-    def describe(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return what ``skeleton`` needs to know of a loaded model besides its tensors, as JSON
-        knows it."""
-        ...
-
-    def skeleton(self, request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
-        """Return the model as ``load`` gives it, without reading a weight.
-
-        Whatever a codec names is bound afterwards, so it may hold anything, of any size.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit.
-        """
-        ...
 
 
 @frozen(eq=False)
@@ -188,7 +123,7 @@ def pack(
     for number, unit in enumerate(_units(base.plan)):
         file = f"unit-{number:04}.safetensors"
         placed.update(ref.key for ref in unit.refs)
-        if mapped and unit.name.startswith(_LAYER):
+        if mapped and unit.name.startswith(LAYER):
             record = _pack_mapped(unit, file, names, writer, base.store)
         else:
             image = base.store.adopt(unit.refs)
@@ -319,7 +254,7 @@ def _read_unit(
     advance: Callable[[int], None],
 ) -> tuple[HostMemory, bool]:
     """Return a unit's stretch, checked, and whether copies must be staged."""
-    staged = mode != "pinned" and record.unit.startswith(_LAYER)
+    staged = mode != "pinned" and record.unit.startswith(LAYER)
     buffer: HostMemory
     if staged and mode == "mmap":
         entry.read(record, None)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
-from poros_core.host_store import HostBuffer
+from poros_core.host_memory import HostBuffer
 
 if TYPE_CHECKING:
-    from poros_core.host_store import HostMemory, UnitImage
+    from poros_core.host_memory import HostMemory
+    from poros_core.host_store import UnitImage
 
 __all__ = ["SLOTS", "Order", "StagingRing"]
 

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from poros_core.packing import BaseSizes
+from poros_core.packing_strategy import BaseSizes
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from poros_core.packing import BaseSizes
+    from poros_core.packing_strategy import BaseSizes
     from poros_core.protocols import LoadRequest, TensorRef, WeightCodec
 
 __all__ = ["NF4", "Nf4Codec", "Nf4Standard", "Nf4Streamed"]

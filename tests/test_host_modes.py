@@ -25,8 +25,9 @@ import poros
 from poros_core import machine
 from poros_core.conformance.manifest import tensor_manifest
 from poros_core.gate.random_checkpoint import write_random_checkpoint
+from poros_core.host_memory import HostBuffer
 from poros_core.host_mode import HostChoice, Limits, choose_host
-from poros_core.host_store import HostBuffer, HostStore
+from poros_core.host_store import HostStore
 from poros_core.mapped_buffer import MappedBuffer
 from poros_core.packed_cache import PackedCache
 from poros_core.plugins import plugins

@@ -74,7 +74,7 @@ def test_a_mask_changed_before_the_backward_is_an_error() -> None:
 
 
 def test_host_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poros_core.host_store.available_memory", lambda: 1000)
+    monkeypatch.setattr("poros_core.host_memory.available_memory", lambda: 1000)
     with pytest.raises(poros.PrepareError, match="are available"):
         poros.prepare(adapted(), verbose=False)
 
