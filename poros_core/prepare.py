@@ -58,6 +58,7 @@ def prepare(
     block_size: int | Literal["all"] = 1,
     vram_budget: int | str | None = None,
     graphs: Graphs = "auto",
+    offload_activations: bool = False,
     runtime: str = "streamed",
     device: torch.device | str | int | None = None,
     verbose: bool = True,
@@ -76,6 +77,10 @@ def prepare(
             over keeps as many units as fit resident, from the second step on. ``"auto"`` takes
             what is free but a margin; None streams everything.
         graphs: whether blocks are captured as CUDA graphs: ``"auto"`` on CUDA, ``"on"``, ``"off"``.
+        offload_activations: keep the hidden state that enters each block, but for the last, in
+            page-locked host memory between its forward and its backward. Copies are overlapped
+            with compute, and the bits are the same. For long sequences: on the device the
+            hidden states of all blocks grow with the depth times the tokens.
         runtime: name of the runtime plugin.
         device: the compute device; None means the CUDA device that the model is on, else the
             current CUDA device, else the CPU.
@@ -92,7 +97,11 @@ def prepare(
         PluginError: two plugins claim the same weight.
     """
     settings = Settings(
-        block_size=block_size, vram_budget=vram_budget, graphs=graphs, runtime=runtime
+        block_size=block_size,
+        vram_budget=vram_budget,
+        graphs=graphs,
+        offload_activations=offload_activations,
+        runtime=runtime,
     )
     _check(model)
     family = plugins().family_for(config_mapping(model)).value

@@ -177,8 +177,9 @@ class RuntimeHandle(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Return running totals: ``bytes_streamed``, ``copies``, ``eager_blocks``,
-        ``graph_replays``, and ``resident_units``."""
+        """Return running totals: ``bytes_streamed`` (all that was copied to the device: units, and
+        activations where they are offloaded), ``activation_bytes`` (activations alone, both ways),
+        ``copies`` (of units), ``eager_blocks``, ``graph_replays``, and ``resident_units``."""
         ...
 
 

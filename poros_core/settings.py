@@ -48,6 +48,11 @@ def _graphs(instance: Any, attribute: Any, value: str) -> None:
         raise SettingsError(f"graphs must be 'auto', 'on' or 'off'; got {value!r}.")
 
 
+def _yes_or_no(instance: Any, attribute: Any, value: object) -> None:
+    if not isinstance(value, bool):
+        raise SettingsError(f"{attribute.name} must be True or False; got {value!r}.")
+
+
 @frozen(kw_only=True)
 class Settings:
     """How a model is prepared.
@@ -59,6 +64,8 @@ class Settings:
             over keeps units resident. ``"auto"`` takes what is free, None streams everything.
         graphs: whether blocks are captured as CUDA graphs: ``"auto"`` (on CUDA), ``"on"`` (an
             error elsewhere) or ``"off"``.
+        offload_activations: keep the hidden state that enters each block, but for the last, in
+            page-locked host memory between its forward and its backward.
         runtime: name of the runtime plugin.
         poison: fill released memory with 0xFF bytes (NaN in every float format), so that a read
             of a unit that is not there shows in the numbers. For tests; costs time.
@@ -69,5 +76,6 @@ class Settings:
         default=None, converter=_budget, validator=_vram_budget
     )
     graphs: Graphs = field(default="auto", validator=_graphs)
+    offload_activations: bool = field(default=False, validator=_yes_or_no)
     runtime: str = "streamed"
     poison: bool = field(factory=lambda: os.environ.get(POISON_VARIABLE) == "1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from poros_core.errors import SettingsError
 from poros_core.hookspecs import hookimpl
 from poros_core.protocols import Runtime
 
@@ -44,7 +45,16 @@ class ResidentRuntime:
     def attach(
         self, model: nn.Module, *, plan: BlockPlan, settings: Settings, store: HostStore
     ) -> RuntimeHandle:
-        """Attach to a model, which changes nothing; see ``Runtime``."""
+        """Attach to a model, which changes nothing; see ``Runtime``.
+
+        Raises:
+            SettingsError: activations were to be offloaded.
+        """
+        if settings.offload_activations:
+            raise SettingsError(
+                "runtime='resident' moves nothing, so it cannot offload activations. Leave "
+                "offload_activations=True out, or use runtime='streamed'."
+            )
         return ResidentHandle(len(plan.layers))
 
 
@@ -60,6 +70,7 @@ class ResidentHandle:
     def counters(self) -> Mapping[str, int]:
         """Return zeros, and every layer as resident."""
         return {
+            "activation_bytes": 0,
             "bytes_streamed": 0,
             "copies": 0,
             "eager_blocks": 0,

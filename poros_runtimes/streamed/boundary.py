@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from poros_core.call_state import capture, restored
 from poros_core.errors import StateError
+from poros_runtimes.streamed.activations import HostActivations, KeptActivation
 from poros_runtimes.streamed.block import (
     BackwardToken,
     Block,
@@ -35,6 +36,7 @@ __all__ = [
     "Executor",
     "bound",
     "differentiate",
+    "graph_is_retained",
     "leaves_of",
     "nothing_saved",
     "run_block",
@@ -60,6 +62,7 @@ def run_block(
     calls: Sequence[LayerCall],
     *,
     executor: Executor,
+    activations: HostActivations | None = None,
     shared: Sequence[str] = (),
     token: BackwardToken | None = None,
     thread: bool = False,
@@ -71,6 +74,7 @@ def run_block(
         hidden: the hidden state that enters it, ``[batch, sequence, hidden]``.
         calls: the calls of its layers, in order.
         executor: runs it.
+        activations: keeps the hidden state until the backward; None leaves it on the device.
         shared: keywords of the mappings through which layers hand tensors to later ones.
         token: the decoder call's count of backwards to come, if there is such a call.
         thread: also return the hidden state that entered, for a loss that reads it: gradients of
@@ -90,7 +94,13 @@ def run_block(
         call.state = capture(hidden.device, block.modules)
         call.note_arguments()
         results: tuple[torch.Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
-            call, executor, token, len(tensors), *tensors, *(p for _, _, p in call.trained)
+            call,
+            executor,
+            activations,
+            token,
+            len(tensors),
+            *tensors,
+            *(p for _, _, p in call.trained),
         )
     output, *found = results
     entered = found.pop() if thread else None
@@ -106,6 +116,7 @@ class _Boundary(torch.autograd.Function):
         ctx: Any,
         call: BlockCall,
         executor: Executor,
+        activations: HostActivations | None,
         token: BackwardToken | None,
         count: int,
         *tensors: torch.Tensor,
@@ -114,9 +125,15 @@ class _Boundary(torch.autograd.Function):
         ctx.call, ctx.executor, ctx.token = call, executor, token
         inputs = tensors[:count]
         ctx.count = count
-        ctx.save_for_backward(*tensors)
+        ctx.activations, ctx.kept = activations, None
+        if activations is not None:
+            ctx.kept = activations.keep(
+                tensors[0], stop=call.layers[-1] + 1, token=token, held=call.thread
+            )
+        entered = tensors[0] if ctx.kept is None else ctx.kept.stand_in
+        ctx.save_for_backward(entered, *tensors[1:])
         results, differentiable = executor.forward(
-            call, inputs, ctx.needs_input_grad[4 : 4 + count]
+            call, inputs, ctx.needs_input_grad[5 : 5 + count]
         )
         call.drop_caches()
         if token is not None:
@@ -130,16 +147,23 @@ class _Boundary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: BlockCall = ctx.call
-        wanted = ctx.needs_input_grad[4:]
+        kept: KeptActivation | None = ctx.kept
+        wanted = ctx.needs_input_grad[5:]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        brought = None
         if any(gradient is not None for gradient in gradients):
             call.check_arguments()
             inputs = ctx.saved_tensors[: ctx.count]
+            if kept is not None:
+                brought = ctx.activations.bring_back(kept)
+                inputs = (brought, *inputs[1:])
             with record_function(f"poros backward block {call.block.name}"):
                 found = ctx.executor.backward(call, inputs, wanted, gradients)
+        if kept is not None:
+            ctx.activations.done(kept, brought, retained=graph_is_retained())
         if ctx.token is not None:
             ctx.token.done(call.layers[0])
-        return (None, None, None, None, *found)
+        return (None, None, None, None, None, *found)
 
 
 class Executor(Protocol):
@@ -204,6 +228,13 @@ class EagerExecutor:
         self.blocks += 1
         with call.block.holding(call.layers, backward=True):
             return differentiate(call, inputs, wanted, gradients, rng=True)
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward that is running was called with ``retain_graph=True``. torch has no
+    public way to ask; its own compiled backwards ask in this way."""
+    bindings: Any = torch._C._autograd
+    return bool(bindings._get_current_graph_task_keep_graph())
 
 
 def nothing_saved() -> AbstractContextManager[None]:

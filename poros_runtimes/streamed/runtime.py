@@ -133,7 +133,7 @@ class StreamedHandle:
             self.clock.mark(
                 self.counters(),
                 tokens=tokens_in(args, kwargs),
-                stalled=self.units.window.stalled_seconds,
+                stalled=self.units.stalled_seconds,
             )
         self._begin_forward(args, kwargs)
         thread = wants_hidden_states(self.plan.decoder, kwargs)
@@ -229,6 +229,7 @@ class StreamedHandle:
             hidden,
             calls,
             executor=self.units.executor,
+            activations=self.units.activations,
             shared=self.plan.shared,
             token=None if call is None else call.token,
             thread=call is not None and call.thread,
@@ -263,8 +264,11 @@ class StreamedHandle:
 
     def counters(self) -> Mapping[str, int]:
         """Return running totals; see ``RuntimeHandle``."""
+        kept = self.units.activations
+        out, back = (0, 0) if kept is None else (kept.bytes_out, kept.bytes_back)
         return {
-            "bytes_streamed": self.units.window.bytes_streamed,
+            "activation_bytes": out + back,
+            "bytes_streamed": self.units.window.bytes_streamed + back,
             "copies": self.units.window.copies,
             "eager_blocks": self.units.eager.blocks,
             "graph_replays": 0 if self.units.graphs is None else self.units.graphs.replays,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from itertools import accumulate, islice
-from typing import Any
 
 import torch
 
@@ -32,9 +31,10 @@ from poros_core.schedule import (
 )
 from poros_core.scratch import register
 from poros_core.settings import Settings
+from poros_runtimes.streamed.activations import HostActivations
 from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
 from poros_runtimes.streamed.block import BackwardToken
-from poros_runtimes.streamed.boundary import EagerExecutor, Executor
+from poros_runtimes.streamed.boundary import EagerExecutor, Executor, graph_is_retained
 from poros_runtimes.streamed.budget import Budget
 from poros_runtimes.streamed.capture import CudaCapturer
 from poros_runtimes.streamed.first_steps import FirstSteps
@@ -84,6 +84,11 @@ class Units:
         self._head_bytes = 0 if head is None else head.nbytes
         slots, regions = self._regions(self._head_bytes)
         self._lane = make_lane(plan.device)
+        self.activations: HostActivations | None = None
+        if settings.offload_activations:
+            self.activations = HostActivations(
+                plan.device, layers=self._count, lane=self._lane, poison=settings.poison
+            )
         self._on_cuda = plan.device.type == "cuda"
         self._use_graphs = settings.graphs != "off" and self._on_cuda
         self._arena: Arena | None = self._new_arena(slots.size, kept=slots.slot_bytes)
@@ -103,7 +108,7 @@ class Units:
         self._capturer: CudaCapturer | None = None
         if isinstance(self._arena, GraphArena):
             self._capturer = CudaCapturer(self._arena, device=plan.device)
-            self.graphs = GraphExecutor(self.eager, plan.device, self._capturer)
+            self.graphs = GraphExecutor(self.eager, plan.device, self._capturer, self._first.eager)
         register(self)
 
     @property
@@ -115,6 +120,14 @@ class Units:
     def executor(self) -> Executor:
         """What runs blocks."""
         return self.graphs or self.eager
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """How long kernels waited for copies so far; see ``Lane``."""
+        found = self.window.stalled_seconds
+        if found is None or self.activations is None:
+            return found
+        return found + (self.activations.stalled_seconds or 0.0)
 
     @property
     def outstanding(self) -> bool:
@@ -173,6 +186,8 @@ class Units:
                 self._move_head()
             self.window.acquire(self._head)
             self._head_bound = True
+        if self.graphs is not None:
+            self.graphs.end_forward()
         token.head = backward
         if token.outstanding:
             self._tokens.add(token)
@@ -183,7 +198,7 @@ class Units:
         """The backward of one call has reached the decoder's output."""
         token.head = False
         self._first.turn()
-        if self.shared and self._head_bound and _graph_is_retained():
+        if self.shared and self._head_bound and graph_is_retained():
             self._move_layers("a graph is retained for another backward")
         if self._head_bound and not any(other.head for other in self._tokens):
             self.park_head()
@@ -366,10 +381,3 @@ class Units:
             torch.cuda.synchronize(self._plan.device)
         if self.graphs is not None:
             self.graphs.clear()
-
-
-def _graph_is_retained() -> bool:
-    """Whether the backward that is running was called with ``retain_graph=True``. torch has no
-    public way to ask; its own compiled backwards ask in this way."""
-    bindings: Any = torch._C._autograd
-    return bool(bindings._get_current_graph_task_keep_graph())

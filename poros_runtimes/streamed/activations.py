@@ -1,0 +1,334 @@
+"""The hidden states between blocks, in host memory between a block's forward and its backward.
+
+[Note: Boundary activations on the host]
+With ``offload_activations`` the hidden state that enters a block is copied to page-locked host
+memory while the block's forward runs, on a stream of its own: units come the other way at the same
+time. It is let go when the next block's forward starts, behind a wait of the compute stream for
+the copy. Recording the copy stream with the allocator instead would keep the memory until the
+device has caught up with the host, which may be a whole step later, and boundaries would pile up
+after all. In the backward a hidden state comes back on the stream that units come on, into fresh
+memory with the strides that it had, while the block above it is differentiated. So the device
+holds about three hidden states, however deep the model.
+
+What stays on the device: the input of the last block, which its backward needs at once; with
+``output_hidden_states=True`` every input, since the caller holds them anyway; a tensor with gaps;
+a layer that is called outside the decoder; and all that crosses a block beside the hidden state.
+
+In its place autograd saves an empty tensor that shares its version counter. So a change of the
+hidden state in place is an error in the backward, as for any saved tensor. The host copy lives
+until a backward that does not retain the graph has used it, or the graph is dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from attrs import define, field
+
+from poros_core.errors import PrepareError, StateError
+from poros_core.host_memory import HostBuffer
+from poros_runtimes.streamed.block import BackwardToken
+from poros_runtimes.streamed.buffers import span_of
+from poros_runtimes.streamed.lane import POISON, Event, Lane, make_lane
+from poros_runtimes.streamed.signature import Layout, layout_of
+
+__all__ = ["HostActivations", "KeptActivation"]
+
+_AHEAD = 1
+"""Hidden states on their way back while a block is differentiated. One is enough: it is copied
+behind the unit that its block waits for too, and takes a small part of that time."""
+
+_GRAIN = 2 << 20
+"""Bytes that sizes of host memory are rounded up to, so that lengths that differ little meet the
+same memory."""
+
+
+@define(eq=False)
+class _Stretch:
+    """Host memory for one hidden state, and the event that the last copy from or to it is done."""
+
+    buffer: HostBuffer
+    event: Event | None = None
+
+
+@define(eq=False)
+class _Flight:
+    """Device memory that a copy reads or writes, and the event that the copy is done."""
+
+    tensor: torch.Tensor = field(repr=False)
+    event: Event
+
+
+class KeptActivation:
+    """The hidden state that entered one block, in host memory.
+
+    Attributes:
+        stand_in: an empty tensor with the hidden state's version counter, for autograd to save.
+    """
+
+    def __init__(
+        self,
+        stretch: _Stretch,
+        layout: Layout,
+        *,
+        stand_in: torch.Tensor,
+        before: KeptActivation | None,
+        back: deque[_Stretch],
+        poison: bool,
+    ) -> None:
+        """Describe a hidden state whose copy to ``stretch`` was issued.
+
+        Args:
+            stretch: the host memory.
+            layout: the hidden state's.
+            stand_in: see above.
+            before: the one whose backward comes next, if it leaves the device too.
+            back: where the host memory goes when nobody needs this any more.
+            poison: fill the host memory with 0xFF then.
+        """
+        self.stretch: _Stretch | None = stretch
+        self.layout = layout
+        self.stand_in = stand_in
+        self.flight: _Flight | None = None
+        self._before = None if before is None else weakref.ref(before)
+        self._give_back = weakref.finalize(self, _give_back, stretch, back, poison=poison)
+        self._give_back.atexit = False
+
+    @property
+    def before(self) -> KeptActivation | None:
+        """The one whose backward comes next, while it is there."""
+        return None if self._before is None else self._before()
+
+    def release(self) -> None:
+        """Give the host memory back: no backward will ask for it."""
+        self.stretch = None
+        self._give_back()
+
+
+class HostActivations:
+    """Keeps hidden states in host memory; see [Note: Boundary activations on the host]."""
+
+    def __init__(self, device: torch.device, *, layers: int, lane: Lane, poison: bool) -> None:
+        """Make a store that holds nothing yet.
+
+        Args:
+            device: the compute device.
+            layers: how many decoder layers the model has.
+            lane: what units come on, and hidden states come back on.
+            poison: fill memory that was let go with 0xFF.
+        """
+        self.bytes_out = 0
+        self.bytes_back = 0
+        self._device = device
+        self._layers = layers
+        self._lane = lane
+        self._out = make_lane(device)
+        self._poison = poison
+        self._memory = _HostMemory(device)
+        self._leaving: deque[_Flight] = deque()
+        self._arriving: list[_Flight] = []
+        self._last: weakref.WeakKeyDictionary[BackwardToken, weakref.ref[KeptActivation] | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        if device.type == "cuda":
+            # copies may still run when the memory is freed
+            weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that were had and not given back to the system."""
+        return self._memory.nbytes
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """How long kernels waited until a hidden state had left, so far; see ``Lane``."""
+        return self._out.stalled_seconds
+
+    # -- a forward -----------------------------------------------------------------------------
+
+    def keep(
+        self, hidden: torch.Tensor, *, stop: int, token: BackwardToken | None, held: bool
+    ) -> KeptActivation | None:
+        """Copy the hidden state that enters a block to the host.
+
+        Args:
+            hidden: the hidden state, ``[batch, sequence, hidden]``.
+            stop: the layer after the block's last.
+            token: the decoder call's, if there is such a call.
+            held: whether the caller of the decoder holds it on the device.
+
+        Returns:
+            What its backward asks for, or None if it stays on the device.
+
+        Raises:
+            StateError: host memory cannot be had.
+        """
+        if token is None:
+            return None
+        if token not in self._last:
+            self._begin(token)
+        layout = layout_of(hidden)
+        stays = stop >= self._layers or held or hidden.is_inference()
+        if stays or layout is None or not span_of(layout):
+            self._let_go(0)
+            return None
+        last = self._last[token]
+        kept = self._copy_out(hidden, layout, before=None if last is None else last())
+        self._last[token] = weakref.ref(kept)
+        self._let_go(1)
+        return kept
+
+    def _begin(self, token: BackwardToken) -> None:
+        """Start with a call of the decoder. What an earlier one left half-way is let go."""
+        self._let_go(0)
+        for flight in self._arriving:
+            self._lane.wait(flight.event)
+        self._arriving.clear()
+        self._last[token] = None
+
+    def _copy_out(
+        self, hidden: torch.Tensor, layout: Layout, *, before: KeptActivation | None
+    ) -> KeptActivation:
+        nbytes = span_of(layout)
+        stretch = self._memory.take(nbytes)
+        count = nbytes // layout.dtype.itemsize
+        flat = hidden.detach().as_strided((count,), (1,)).view(torch.uint8)
+        after = [self._out.record(), *([stretch.event] if stretch.event is not None else [])]
+        stretch.event = self._out.copy(
+            stretch.buffer.bytes[:nbytes], flat, after=after, poison=False
+        )
+        self._leaving.append(_Flight(flat, stretch.event))
+        self.bytes_out += nbytes
+        stand_in = hidden.detach()
+        stand_in.data = torch.empty(0, dtype=hidden.dtype, device=hidden.device)
+        return KeptActivation(
+            stretch,
+            layout,
+            stand_in=stand_in,
+            before=before,
+            back=self._memory.back,
+            poison=self._poison and self._device.type == "cpu",
+        )
+
+    def _let_go(self, most: int) -> None:
+        """Hold at most so many hidden states that leave: their memory may be written to by what
+        is issued on the compute stream from here on."""
+        while len(self._leaving) > most:
+            flight = self._leaving.popleft()
+            self._out.wait(flight.event)
+
+    # -- a backward ----------------------------------------------------------------------------
+
+    def bring_back(self, kept: KeptActivation) -> torch.Tensor:
+        """Return a hidden state in device memory of its own, and start on the next.
+
+        It holds the bytes for kernels issued from here on.
+        """
+        flight = self._start(kept)
+        before = kept.before
+        for _ in range(_AHEAD):
+            if before is None or before.stretch is None:
+                break
+            self._start(before)
+            before = before.before
+        self._lane.wait(flight.event)
+        kept.flight = None
+        self._arriving.remove(flight)
+        return flight.tensor
+
+    def done(self, kept: KeptActivation, tensor: torch.Tensor | None, *, retained: bool) -> None:
+        """A block's backward is done.
+
+        Args:
+            kept: its hidden state.
+            tensor: what ``bring_back`` returned, if it was called.
+            retained: whether the graph is kept for another backward.
+        """
+        if not retained:
+            if kept.flight in self._arriving:  # no gradient came, so nobody asked for it
+                self._lane.wait(kept.flight.event)
+                self._arriving.remove(kept.flight)
+            kept.release()
+        if self._poison and tensor is not None:
+            count = span_of(kept.layout) // kept.layout.dtype.itemsize
+            tensor.as_strided((count,), (1,)).view(torch.uint8).fill_(POISON)
+
+    def _start(self, kept: KeptActivation) -> _Flight:
+        """Issue the copy of a hidden state, unless it is on its way."""
+        if kept.flight in self._arriving:
+            return kept.flight
+        stretch, layout = kept.stretch, kept.layout
+        assert stretch is not None, "a hidden state is asked for after it was given up"
+        nbytes = span_of(layout)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # kernels that were issued before may still use what this memory was
+        after = [self._lane.record(), *([stretch.event] if stretch.event is not None else [])]
+        stretch.event = self._lane.copy(
+            memory, stretch.buffer.bytes[:nbytes], after=after, poison=self._poison
+        )
+        self.bytes_back += nbytes
+        tensor = memory.view(layout.dtype).as_strided(layout.shape, layout.stride)
+        kept.flight = _Flight(tensor, stretch.event)
+        self._arriving.append(kept.flight)
+        return kept.flight
+
+
+class _HostMemory:
+    """Page-locked memory that is used again. There are never more stretches than hidden states
+    were kept at once, and none is larger than the largest that was asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.back: deque[_Stretch] = deque()
+        """Stretches that nobody needs any more; filled whenever a graph is dropped."""
+        self.nbytes = 0
+        self._device = device
+        self._free: dict[int, list[_Stretch]] = {}
+
+    def take(self, nbytes: int) -> _Stretch:
+        """Return a stretch of at least ``nbytes`` bytes.
+
+        Raises:
+            StateError: it cannot be had.
+        """
+        while self.back:
+            stretch = self.back.popleft()
+            self._free.setdefault(stretch.buffer.nbytes, []).append(stretch)
+        size = -(-nbytes // _GRAIN) * _GRAIN
+        fitting = (
+            size if size in self._free else min((s for s in self._free if s > size), default=0)
+        )
+        if fitting:
+            return self._pop(fitting)
+        if self._free:
+            self._drop(max(self._free))
+        try:
+            buffer = HostBuffer(size, device=self._device)
+        except PrepareError as error:
+            raise StateError(
+                f"A hidden state cannot be kept on the host. {error} Or leave "
+                "offload_activations=True out."
+            ) from error
+        self.nbytes += size
+        return _Stretch(buffer)
+
+    def _pop(self, size: int) -> _Stretch:
+        stretches = self._free[size]
+        stretch = stretches.pop()
+        if not stretches:
+            del self._free[size]
+        return stretch
+
+    def _drop(self, size: int) -> None:
+        """Give one stretch back to the system, in place of which a larger one will be had."""
+        stretch = self._pop(size)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copies from or to it may still run
+        self.nbytes -= stretch.buffer.nbytes
+
+
+def _give_back(stretch: _Stretch, back: deque[_Stretch], *, poison: bool) -> None:
+    if poison:
+        stretch.buffer.bytes.fill_(POISON)
+    back.append(stretch)
