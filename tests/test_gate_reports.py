@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from poros.cli import main
 from poros_core.errors import GateError
-from poros_core.gate import GateOptions
+from poros_core.gate import GateOptions, arms
 from poros_core.gate import options as gate_options
 from poros_core.gate.arms import Arm, Workshop
 from poros_core.gate.card import BEGIN, END, card_section, check_card, write_card
@@ -30,6 +30,7 @@ from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.record import Evidence, GateResult
 from poros_core.gate.run import GateFiles, run_gate
 from poros_core.plugins import plugins
+from poros_core.settings import Settings
 from poros_core.status import read_records
 
 CPU = torch.device("cpu")
@@ -274,6 +275,32 @@ def test_a_budget_explains_units_that_stay() -> None:
     assert too_much.endswith("stayed on the device, more than the budget of 500")
     (too_little,) = problems(budget=500, least_bytes=121)
     assert "a smaller --vram-budget shows streaming" in too_little
+
+
+def test_activations_are_no_weights() -> None:
+    def problems(activation_bytes: int) -> list[str]:
+        step = {"bytes_streamed": 120, "activation_bytes": activation_bytes}
+        return Evidence(counters=[step], resident_units=0, least_bytes=100, untrained=[]).problems()
+
+    assert problems(40) == []
+    assert problems(42)[0].startswith("a step streamed 99 bytes")
+
+
+def test_activations_that_stay_on_the_device_void_a_gate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = arms.prepare
+
+    def forgetful(model: Any, *, offload_activations: bool, **rest: Any) -> Any:
+        return real(model, **rest)
+
+    asked = attrs.evolve(SHORT, layers=2, settings=Settings(offload_activations=True))
+    found = run_gate(asked)
+    assert (found.verdict, found.record["arms"]["streamed"]["activation_bytes_per_step"] > 0) == (
+        *("exact", True),
+    )
+    monkeypatch.setattr(arms, "prepare", forgetful)
+    assert run_gate(asked).void_reasons == ["no activation went to the host, which was asked for"]
 
 
 # fingerprints

@@ -63,6 +63,7 @@ def gate(
     block_size: flags.BlockSize = "1",
     vram_budget: flags.VramBudget = None,
     graphs: flags.Graphs = "auto",
+    offload_activations: flags.OffloadActivations = False,
     optimizer_state: flags.OptimizerState = "device",
     data: flags.Data = None,
     seed: flags.Seed = 0,
@@ -131,6 +132,7 @@ def gate(
             "block_size": _block_size(block_size),
             "vram_budget": vram_budget,
             "graphs": graphs,
+            "offload_activations": offload_activations,
         }
     )
     files = {

@@ -56,6 +56,14 @@ VramBudget = Annotated[
     ),
 ]
 Graphs = Annotated[str, typer.Option(help="CUDA graphs: auto, on, off.")]
+OffloadActivations = Annotated[
+    bool,
+    typer.Option(
+        "--offload-activations",
+        metavar="",
+        help="Keep the streamed arm's hidden states between blocks on the host.",
+    ),
+]
 OptimizerState = Annotated[
     str,
     typer.Option(help="Where the streamed arm's optimizer state is between steps: device, host."),

@@ -262,6 +262,7 @@ class Workshop:
                 block_size=settings.block_size,
                 vram_budget=settings.vram_budget,
                 graphs=settings.graphs,
+                offload_activations=settings.offload_activations,
                 runtime=settings.runtime,
                 verbose=False,
             )

@@ -63,7 +63,7 @@ class Evidence:
     def problems(self) -> list[str]:
         """Return why a verdict would be void; empty if it stands."""
         found = []
-        streamed = min((step["bytes_streamed"] for step in self.counters), default=0)
+        streamed = min((_weights(step) for step in self.counters), default=0)
         if streamed < self.least_bytes or streamed == 0:
             found.append(
                 f"a step streamed {streamed} bytes, and streaming every layer takes at least "
@@ -85,6 +85,12 @@ class Evidence:
                 f"step, or ended as they started (first: {self.untrained[0]})"
             )
         return found
+
+
+def _weights(step: Mapping[str, int]) -> int:
+    """Return the bytes of units that a step streamed: activations, which go to the host and come
+    back, are counted both ways, and among what is streamed once."""
+    return step["bytes_streamed"] - step.get("activation_bytes", 0) // 2
 
 
 @frozen(kw_only=True)
@@ -180,6 +186,10 @@ class Run:
         host_bytes = self.arms["streamed"].host_state_bytes
         if self.options.optimizer_state == "host" and host_bytes == 0:
             reasons.append("no optimizer state stood on the host, which was asked for")
+        if self.options.settings.offload_activations and not any(
+            step.get("activation_bytes") for step in self.evidence.counters
+        ):
+            reasons.append("no activation went to the host, which was asked for")
         return reasons
 
     def verdict(self) -> tuple[str, Divergence | None]:
@@ -314,11 +324,12 @@ def _arm(arm: Arm) -> dict[str, Any]:
 
 def _streaming(evidence: Evidence) -> dict[str, Any]:
     def per_step(name: str) -> int:
-        return int(statistics.median_low([step[name] for step in evidence.counters] or [0]))
+        return int(statistics.median_low([step.get(name, 0) for step in evidence.counters] or [0]))
 
     return {
         "bytes_streamed_per_step": per_step("bytes_streamed"),
         "copies_per_step": per_step("copies"),
+        "activation_bytes_per_step": per_step("activation_bytes"),
         "resident_units": evidence.resident_units,
         "graph_replays": per_step("graph_replays"),
         "eager_blocks": per_step("eager_blocks"),
