@@ -4,14 +4,15 @@
 One thread fills the buffers. A buffer is filled with the unit that is asked for, and with those
 that will be asked for next: which those are is learnt from the order of the step before, and until
 there is one, the units follow each other by number in the direction of the last two. A wrong guess
-costs time only.
+costs time only. The thread makes no CUDA call, which could spoil a graph that is being captured:
+whoever asks for a unit finds out whether a buffer can be filled again, and waits if it must.
 """
 
 from __future__ import annotations
 
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from attrs import define
@@ -65,8 +66,8 @@ class Order:
 
 @define(eq=False)
 class _Slot:
-    """A buffer, the unit that it holds or is being filled with, and the event after which it can
-    be filled again."""
+    """A buffer, the unit that it holds or is being filled with, the read that fills it until
+    somebody asks for the unit, and the event after which it can be filled again."""
 
     buffer: HostBuffer
     unit: int | None = None
@@ -77,6 +78,23 @@ class _Slot:
     def waiting(self) -> bool:
         """Whether it holds, or will hold, a unit that nobody has asked for yet."""
         return self.filled is not None
+
+    def finish(self) -> None:
+        """Let a read that is under way end, and forget it."""
+        if self.filled is not None:
+            self.filled.exception()
+        self.filled = None
+
+    def is_free(self) -> bool:
+        """Whether the copy out of it is done."""
+        event: Any = self.event
+        return not isinstance(event, torch.cuda.Event) or bool(cast(Any, event).query())
+
+    def wait(self) -> None:
+        """Wait until the copy out of it is done."""
+        if isinstance(self.event, torch.cuda.Event):
+            self.event.synchronize()
+        self.event = None
 
 
 class StagingRing:
@@ -96,6 +114,7 @@ class StagingRing:
         self._slots: list[_Slot] = []
         self._numbers: dict[int, int] = {}
         self._memories: list[HostMemory | None] = []
+        self._taken: _Slot | None = None
         self._blank: HostBuffer | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="poros-read-ahead")
         weakref.finalize(self, self._reader.shutdown, wait=False)
@@ -132,9 +151,9 @@ class StagingRing:
         if number is not None:
             self._memories[number] = None
             for slot in self._slots:
-                if slot.unit == number and slot.filled is not None:
-                    slot.filled.result()
-                    slot.filled = None
+                if slot.unit == number:
+                    slot.finish()
+                    slot.unit = None
 
     def staged(self, image: UnitImage) -> torch.Tensor:
         """Return a unit's bytes in a page-locked buffer, flat uint8. Waits until they are there.
@@ -142,34 +161,37 @@ class StagingRing:
         The buffer is the unit's until ``copied``.
         """
         unit = self._numbers[id(image.buffer)]
-        slot = next((s for s in self._all() if s.waiting and s.unit == unit), None)
+        slot = next((s for s in self._all() if s.unit == unit), None)
         if slot is None:
-            slot = self._free() or self._spare()
+            slot = next((s for s in self._slots if not s.waiting), self._slots[-1])
             self._fill(slot, unit)
         else:
             self.hits += 1
-        assert slot.filled is not None
         try:
-            slot.filled.result()
+            if slot.filled is not None:
+                slot.filled.result()
+        except BaseException:
+            slot.unit = None
+            raise
         finally:
             slot.filled = None
+        self._taken = slot
         self.order.seen(unit)
         return slot.buffer.bytes[: image.nbytes]
 
     def copied(self, image: UnitImage, event: object) -> None:
-        """Note when a unit's buffer can be filled again, and read ahead."""
-        unit = self._numbers[id(image.buffer)]
-        for slot in self._slots:
-            if slot.unit == unit and not slot.waiting:
-                slot.event = event
-                self._slots.remove(slot)
-                self._slots.append(slot)  # the one that was copied last comes last
-                break
-        present = {slot.unit for slot in self._slots if slot.waiting}
+        """Note when the buffer that was asked for last can be filled again, and read ahead."""
+        slot, self._taken = self._taken, None
+        if slot is not None:
+            assert slot.unit == self._numbers[id(image.buffer)]
+            slot.event = event
+            self._slots.remove(slot)
+            self._slots.append(slot)  # the one that was copied last is filled last
+        present = {slot.unit for slot in self._slots}
         for following in self.order.ahead(self._count - 1):
             if following in present or self._memories[following] is None:
                 continue
-            free = self._free()
+            free = next((s for s in self._slots if not s.waiting and s.is_free()), None)
             if free is None:
                 return
             self._fill(free, following)
@@ -182,30 +204,19 @@ class StagingRing:
 
     def _drop_slots(self) -> None:
         for slot in self._slots:
-            if slot.filled is not None:
-                slot.filled.result()
-            if isinstance(slot.event, torch.cuda.Event):
-                slot.event.synchronize()
+            slot.finish()
+            slot.wait()
         self._slots = []
-
-    def _free(self) -> _Slot | None:
-        """Return the slot whose copy was issued longest ago, or None if all wait to be used."""
-        return next((slot for slot in self._slots if not slot.waiting), None)
-
-    def _spare(self) -> _Slot:
-        """Return a slot that was filled by a wrong guess: the one that was filled last."""
-        return self._slots[-1]
 
     def _fill(self, slot: _Slot, unit: int) -> None:
         memory = self._memories[unit]
         assert memory is not None
-        slot.unit, event, slot.event = unit, slot.event, None
-        slot.filled = self._reader.submit(_read, slot.buffer, memory, event)
+        slot.wait()
+        slot.unit = unit
+        slot.filled = self._reader.submit(_read, slot.buffer, memory)
 
 
-def _read(buffer: HostBuffer, memory: HostMemory, after: Any) -> None:
-    """Copy a unit into a buffer, once the copy out of the buffer is done."""
-    if isinstance(after, torch.cuda.Event):
-        after.synchronize()
+def _read(buffer: HostBuffer, memory: HostMemory) -> None:
+    """Copy a unit into a buffer."""
     memory.will_need()
     buffer.bytes[: memory.nbytes].copy_(memory.bytes)

@@ -301,6 +301,41 @@ class TestRing:
             assert torch.equal(view, params[unit])
             images[unit].copied(object())
 
+    def test_a_buffer_is_not_filled_before_its_copy_is_done(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        issued: list[Any] = []
+
+        class Copy:
+            """An event in a stream that gets on only when somebody waits."""
+
+            def __init__(self, source: torch.Tensor) -> None:
+                self.source, self.wanted = source, source.clone()
+                self.passed = False
+                issued.append(self)
+
+            def query(self) -> bool:
+                return self.passed
+
+            def synchronize(self) -> None:
+                for copy in issued[: issued.index(self) + 1]:
+                    if not copy.passed:
+                        assert torch.equal(copy.source, copy.wanted), "overwritten too early"
+                        copy.passed = True
+
+        monkeypatch.setattr(torch.cuda, "Event", Copy)
+        ring, images, params = self.images()
+        for number, unit in enumerate([0, 1, 2, 3, 4, 3, 2, 1, 0, 0, 1, 4, 4, 2] * 3):
+            staged = images[unit].bytes_for_copy()
+            ((_, view),) = images[unit].views(staged)
+            assert torch.equal(view, params[unit])
+            images[unit].copied(Copy(staged))
+            if number % 7 == 0:
+                issued[max(0, number - 1)].synchronize()
+        assert len(issued) == 42
+        issued[-1].synchronize()
+        assert ring.hits > 10
+
     def test_a_failed_read_is_raised_and_forgotten(self) -> None:
         _, images, params = self.images()
         memory = images[2].buffer
