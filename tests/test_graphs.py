@@ -79,14 +79,22 @@ def spoiling(capturer: FunctionCapturer, end_forward: Any, *args: Any, **kwargs:
         memory.fill_(0xFF)
 
 
-def make(device: torch.device = CPU, *, fails: int = 0, graphs: bool = True) -> Any:
+def make(
+    device: torch.device = CPU, *, fails: int = 0, graphs: bool = True, offload: bool = False
+) -> Any:
     torch.manual_seed(0)
     settings = {k: v for k, v in QWEN2.shapes["tiny"].items() if k != "model_type"}
     config = Qwen2Config(**{**settings, "attention_dropout": 0.1})
     base = AutoModelForCausalLM.from_config(config)
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
     model: Any = get_peft_model(base, lora).train()
-    poros.prepare(model, verbose=False, device=device, graphs="auto" if graphs else "off")
+    poros.prepare(
+        model,
+        verbose=False,
+        device=device,
+        graphs="auto" if graphs else "off",
+        offload_activations=offload,
+    )
     if graphs and device.type == "cpu":
         handle = handle_of(model)
         units = handle.units
@@ -198,6 +206,18 @@ def test_replays_equal_the_eager_run(script: Script, device: torch.device) -> No
     replayed = run(model, script, device)
     assert handle_of(model).counters()["graph_replays"] > 0
     assert len(eager) == len(replayed)
+    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("script", [plain, two_forwards], ids=lambda script: script.__name__)
+def test_replays_read_hidden_states_that_came_back(script: Script, device: torch.device) -> None:
+    eager = run(make(device, graphs=False), script, device, steps=4)
+    model = make(device, offload=True)
+    replayed = run(model, script, device, steps=4)
+    counters = handle_of(model).counters()
+    assert counters["graph_replays"] > 0
+    assert counters["activation_bytes"] > 0
     assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
 
 
