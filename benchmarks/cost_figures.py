@@ -115,6 +115,7 @@ def figures_of(
         "step_seconds_all": [round(taken, 6) for taken in seconds],
         "bytes_streamed_per_step": round(rise.get("bytes_streamed", 0) / work.steps + brought_in),
         "optimizer_bytes_per_step": brought_in,
+        "activation_bytes_per_step": round(rise.get("activation_bytes", 0) / work.steps),
         "link": link_rates(device, [LINK_BYTES, *_unit_bytes(model)]) if cuda else None,
         "resident_units": last.get("resident_units", 0),
         "graph_replays": rise.get("graph_replays", 0),

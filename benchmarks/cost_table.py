@@ -13,6 +13,7 @@ _SHOWN = (
     "block_size",
     "vram_budget",
     "graphs",
+    "offload_activations",
     "loss_chunk",
     "cap_bytes",
 )
@@ -71,7 +72,7 @@ def _name(record: Mapping[str, Any]) -> str:
     own = [
         f"{key}={settings[key]}"
         for key in _SHOWN
-        if settings.get(key) is not None and settings[key] not in _DEFAULTS
+        if settings.get(key) is True or settings.get(key) not in _DEFAULTS
     ]
     return " ".join([record["method"], f"{record['seq_len']} tokens", record["precision"], *own])
 

@@ -104,6 +104,14 @@ def lines_of(
     ]
 
 
+_USUAL: Mapping[str, Any] = {
+    "vram_budget": None,
+    "optimizer_state": "device",
+    "offload_activations": None,
+    "cap_bytes": None,
+}
+
+
 def _is(**wanted: Any) -> Callable[[Record], bool]:
     return lambda record: all(record["settings"].get(key) == value for key, value in wanted.items())
 
@@ -124,7 +132,7 @@ def budget_panels(records: Sequence[Record]) -> list[Panel]:
 
 def token_panels(records: Sequence[Record]) -> list[Panel]:
     """Step over the link's floor and over the resident step with checkpointing, against tokens."""
-    plain = _is(vram_budget=None, block_size=1, optimizer_state="device", cap_bytes=None)
+    plain = _is(block_size=1, **_USUAL)
     ours = [record for record in records if record["method"] == "poros" and plain(record)]
     resident = {
         _work(record): _step(record)
@@ -161,7 +169,7 @@ def _work(record: Record) -> tuple[Any, ...]:
 
 def block_panels(records: Sequence[Record]) -> list[Panel]:
     """Peak and step time against block size, a line for each length."""
-    plain = _is(vram_budget=None, optimizer_state="device", cap_bytes=None)
+    plain = _is(**_USUAL)
     ours = [record for record in records if record["method"] == "poros" and plain(record)]
 
     def name(record: Record) -> str:

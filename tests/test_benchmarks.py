@@ -31,7 +31,11 @@ def test_training_cost_records_every_method_of_a_run(
 ) -> None:
     methods = "poros:optimizer-state=host,peft-checkpointing,accelerate-offload,unsloth"
     records = bench.training_cost.run(
-        cost(bench, "--methods", methods, "--seq-len", "8", "--layers", "2"),
+        cost(
+            bench,
+            *("--methods", methods, "--seq-len", "8", "--layers", "2"),
+            *("--prepare", "offload_activations=true"),
+        ),
         runner=here(bench),
         checkpoint=lambda work: None,
         json_dir=tmp_path,
@@ -46,6 +50,7 @@ def test_training_cost_records_every_method_of_a_run(
     assert len(streamed["step_seconds_all"]) == 10
     assert streamed["step_seconds"]["min"] <= streamed["step_seconds"]["median"]
     assert streamed["bytes_streamed_per_step"] > streamed["optimizer_bytes_per_step"] > 0
+    assert streamed["bytes_streamed_per_step"] > streamed["activation_bytes_per_step"] > 0
     assert streamed["eager_blocks"] == 10 * 2 * 2
     assert resident["bytes_streamed_per_step"] == resident["eager_blocks"] == 0
     for figure in ("peak_allocated_bytes", "peak_device_bytes", "link_floor_seconds"):
@@ -56,6 +61,7 @@ def test_training_cost_records_every_method_of_a_run(
     shown = capsys.readouterr().out
     assert "refused: unsloth is not installed" in shown
     assert "optimizer_state=host" in shown
+    assert "offload_activations=True" in shown
 
 
 def test_accelerate_offload_trains_a_plain_base(bench: Any) -> None:

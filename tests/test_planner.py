@@ -103,6 +103,7 @@ def plain(record: Mapping[str, Any]) -> bool:
         "tf32": False,
         "backward": "each",
         "vram_budget": None,
+        "offload_activations": False,
     }
     same = all(settings.get(name, value) == value for name, value in usual.items())
     whole = record.get("layers") is None or record["layers"]["trained"] == record["layers"]["of"]
