@@ -210,11 +210,10 @@ def test_replays_equal_the_eager_run(script: Script, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@pytest.mark.parametrize("script", [plain, two_forwards], ids=lambda script: script.__name__)
-def test_replays_read_hidden_states_that_came_back(script: Script, device: torch.device) -> None:
-    eager = run(make(device, graphs=False), script, device, steps=4)
+def test_replays_read_hidden_states_that_came_back(device: torch.device) -> None:
+    eager = run(make(device, graphs=False), two_forwards, device, steps=3)
     model = make(device, offload=True)
-    replayed = run(model, script, device, steps=4)
+    replayed = run(model, two_forwards, device, steps=3)
     counters = handle_of(model).counters()
     assert counters["graph_replays"] > 0
     assert counters["activation_bytes"] > 0

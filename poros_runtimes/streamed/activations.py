@@ -7,8 +7,8 @@ time. It is let go when the next block's forward starts, behind a wait of the co
 the copy. Recording the copy stream with the allocator instead would keep the memory until the
 device has caught up with the host, which may be a whole step later, and boundaries would pile up
 after all. In the backward a hidden state comes back on the stream that units come on, into fresh
-memory with the strides that it had, while the block above it is differentiated. So the device
-holds about three hidden states, however deep the model.
+memory with the strides that it had, while the two blocks above it are differentiated. So the device
+holds at most three of them between blocks, however deep the model.
 
 What stays on the device: the input of the last block, which its backward needs at once; with
 ``output_hidden_states=True`` every input, since the caller holds them anyway; a tensor with gaps;
@@ -36,9 +36,9 @@ from poros_runtimes.streamed.signature import Layout, layout_of
 
 __all__ = ["HostActivations", "KeptActivation"]
 
-_AHEAD = 1
-"""Hidden states on their way back while a block is differentiated. One is enough: it is copied
-behind the unit that its block waits for too, and takes a small part of that time."""
+_AHEAD = 2
+"""Hidden states on their way back while a block is differentiated. They share a stream with units,
+so one may have to wait behind a unit that takes longer than a block computes."""
 
 _GRAIN = 2 << 20
 """Bytes that sizes of host memory are rounded up to, so that lengths that differ little meet the
