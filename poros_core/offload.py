@@ -293,12 +293,16 @@ class OffloadedOptimizer:
             for stretch in self._stretches.values():
                 stretch.take_out(poison=self._poison)
             self._bind_host()
+        else:
+            self._end_loans()
 
     def _reclaim(self) -> None:
         """A forward needs the memory that was lent: a step must have failed."""
         optimizer = self._optimizer()
         if optimizer is not None:
             self._settle(optimizer)
+        else:
+            self._end_loans()
 
     def _after_load(self, optimizer: Optimizer) -> None:
         self._adopt(optimizer)
@@ -340,6 +344,9 @@ class OffloadedOptimizer:
         for stretch in self._stretches.values():
             _bind(stretch.slots, stretch.host)
         self._inside = False
+        self._end_loans()
+
+    def _end_loans(self) -> None:
         while self._loans:
             self._loans.pop().end()
 
