@@ -107,6 +107,7 @@ class GraphArena:
         self.stream.wait_stream(torch.cuda.current_stream(device))
         self.pool: Any = torch.cuda.MemPool()
         self._blocks = _Blocks()
+        self._blocks.streams.append(torch.cuda.current_stream(device))  # layers compute there
         weakref.finalize(self, _Blocks.free, self._blocks).atexit = False
         self.shareable = True
         kept = min(size, -(-kept // _BLOCK) * _BLOCK)
