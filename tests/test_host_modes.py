@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from helpers_checkpoint import CPU, TINY, request, strategy, write_checkpoint
@@ -24,7 +25,9 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 import poros
 from poros_core import machine
 from poros_core.conformance.manifest import tensor_manifest
+from poros_core.gate import GateOptions
 from poros_core.gate.random_checkpoint import write_random_checkpoint
+from poros_core.gate.run import run_gate
 from poros_core.host_memory import HostBuffer
 from poros_core.host_mode import HostChoice, Limits, choose_host
 from poros_core.host_store import HostStore
@@ -494,3 +497,11 @@ def test_pageable_memory_is_not_locked() -> None:
     buffer = HostBuffer(4096, device=torch.device("cuda", 0), locked=False)
     assert not buffer.locked
     assert buffer.bytes.device.type == "cpu"
+
+
+def test_a_gate_takes_the_way() -> None:
+    options = GateOptions(family="qwen2", shape="tiny", steps=2, host="mmap", plant_fault=True)
+    result = run_gate(options)
+    assert result.verdict == "diverged", "the planted bit is in the mapped file's copy"
+    assert result.record["settings"]["host"] == "mmap"
+    assert run_gate(attrs.evolve(options, plant_fault=False)).verdict == "exact"

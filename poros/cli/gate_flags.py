@@ -47,6 +47,12 @@ Precision = Annotated[str, typer.Option(help="Of the base: nf4, bf16.")]
 LoadStrategy = Annotated[
     str, typer.Option(help="How the streamed arm is loaded: auto, streamed, standard.")
 ]
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Where the streamed arm's layers stand on the host: auto, pinned, pageable, mmap."
+    ),
+]
 BlockSize = Annotated[str, typer.Option(help="Layers that share one recompute boundary, or 'all'.")]
 VramBudget = Annotated[
     str | None,

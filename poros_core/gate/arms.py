@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,15 +243,7 @@ class Workshop:
         meter = Meter(self.device)
         with meter.building():
             torch.manual_seed(options.seed)
-            base = load(
-                self.path,
-                precision=options.precision,
-                load_strategy=options.load_strategy,
-                device=self.device,
-                dtype=self.dtype,
-                **self._overrides(),
-            )
-            model = self._with_adapters(base)
+            model = self._with_adapters(self._base())
             fault: PlantedFault | PlantedDefect | None = None
             if options.plant_fault or options.plant == FLIPPED_BIT:
                 fault = plant(
@@ -272,6 +265,22 @@ class Workshop:
             if options.optimizer_state == "host":
                 arm.offload()
             return arm, fault
+
+    def _base(self) -> nn.Module:
+        """Load the streamed arm's base. Files that it is mapped from go when it is dropped."""
+        options = self.options
+        with tempfile.TemporaryDirectory(prefix="poros-gate-") as folder:
+            base: nn.Module = load(
+                self.path,
+                precision=options.precision,
+                load_strategy=options.load_strategy,
+                host=options.host,
+                cache=folder if options.host == "mmap" else False,
+                device=self.device,
+                dtype=self.dtype,
+                **self._overrides(),
+            )
+            return base
 
     def _arm(self, name: str, model: nn.Module, meter: Meter) -> Arm:
         model.train()

@@ -32,7 +32,15 @@ _STACK = ("gpu", "compute_capability", "driver", "cuda", "cpu", "torch", "transf
 """What must be equal for bits to be: all that ``stack_of`` says but Python's and Poros' versions,
 which no resident kernel depends on."""
 _WHERE_ONLY = (
-    *("load_strategy", "optimizer_state", "checkpointing", "resume_at", "plant_fault", "plant"),
+    *(
+        "load_strategy",
+        "host",
+        "optimizer_state",
+        "checkpointing",
+        "resume_at",
+        "plant_fault",
+        "plant",
+    ),
     *("block_size", "vram_budget", "graphs", "offload_activations", "model"),
 )
 """Settings that say where things are and not what is computed. Inputs have a check of their own."""

@@ -92,6 +92,7 @@ class GateOptions:
         dropout: of LoRA, and of the attention where the architecture has it.
         precision: of the base.
         load_strategy: how the streamed arm's base is loaded.
+        host: where the streamed arm's layers stand on the host.
         optimizer_state: where the streamed arm's optimizer state is between steps. In the
             resident arms it is on the device always.
         data: a safetensors file of tokenised records; None means seeded random tokens.
@@ -126,6 +127,7 @@ class GateOptions:
     dropout: float = field(default=0.0, validator=_dropout)
     precision: str = "nf4"
     load_strategy: str = "auto"
+    host: str = field(default="auto", validator=_one_of("auto", "pinned", "pageable", "mmap"))
     optimizer_state: Literal["device", "host"] = field(
         default="device", validator=_one_of("device", "host")
     )

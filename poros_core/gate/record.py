@@ -267,11 +267,18 @@ def make_record(run: Run) -> GateResult:
     )
 
 
+def _host(arm: Arm) -> str | None:
+    """Return where the arm's layers stand on the host, as its load reported."""
+    report = None if arm.prepared is None else arm.prepared.store.report
+    return None if report is None else report.host
+
+
 def _settings(options: GateOptions, arm: Arm) -> dict[str, Any]:
     base: Any = arm.prepared.plan.model if arm.prepared is not None else arm.model
     return {
         **attrs.asdict(options.settings),
         "optimizer_state": options.optimizer_state,
+        "host": _host(arm),
         "weights": None if options.model is not None else options.weights,
         "dtype": str(base.dtype).removeprefix("torch."),
         "attention": base.config._attn_implementation,
