@@ -13,6 +13,8 @@ import torch
 import poros
 from poros_core.prepare import prepared_of
 from poros_runtimes.streamed import activations, units
+from poros_runtimes.streamed.block import BackwardToken
+from poros_runtimes.streamed.lane import HostLane
 from semantics.arms import BF16, FP32, LAYERS, NF4, Arm, Recipe, batches, compare, layers_of, play
 
 HIDDEN = 64
@@ -142,19 +144,26 @@ def test_the_input_of_every_block_but_the_last_moves_out_and_back() -> None:
             counters = handle_of(arm).counters()
             assert counters["activation_bytes"] == 2 * before
             assert counters["bytes_streamed"] == handle_of(arm).units.window.bytes_streamed + before
+            memory = handle_of(arm).units.activations._memory
+            assert len(memory.back) == LAYERS - 1  # though the loss is still there
         arm.note_grads()
 
     both(script, FP32)
 
 
 def test_hidden_states_do_not_stay_on_the_device() -> None:
-    """Between forward and backward only the last block's input is alive."""
+    """Three are alive at most, and between forward and backward the last block's input alone."""
     seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def count() -> None:
+        alive.append(sum(ref() is not None for ref in seen))
 
     def script(arm: Arm) -> None:
         def note(layer: Any, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
             seen.append(weakref.ref(hidden.untyped_storage()))
+            count()
 
         hooks = [
             layer.register_forward_pre_hook(note, with_kwargs=True)
@@ -167,22 +176,40 @@ def test_hidden_states_do_not_stay_on_the_device() -> None:
         del note, hooks
         loss.backward()
 
-    for offload, alive in ((True, 1), (False, LAYERS)):
+    def watched(arm: Arm) -> None:
+        head = arm.model.get_output_embeddings()
+        handle = head.register_full_backward_pre_hook(lambda module, gradients: count())
+        script(arm)
+        handle.remove()
+
+    # the decoder holds its first hidden state while it runs
+    for offload, expected in ((True, [1, 2, 3, 3, 3, 1]), (False, [1, 2, 3, 4, 5, 5])):
         seen.clear()
-        counted: list[int] = []
-
-        def watched(arm: Arm, found: list[int] = counted) -> None:
-            def count(gradient: torch.Tensor) -> None:
-                found.append(sum(ref() is not None for ref in seen))
-
-            handle = arm.model.get_output_embeddings().register_full_backward_pre_hook(
-                lambda module, gradients: count(gradients[0])
-            )
-            script(arm)
-            handle.remove()
-
+        alive.clear()
         play(watched, FP32, streamed=True, late=False, offload_activations=offload)
-        assert counted == [alive]
+        assert alive == expected
+
+
+def test_a_hidden_state_comes_back_with_its_strides() -> None:
+    cpu = torch.device("cpu")
+    store = activations.HostActivations(cpu, layers=9, lane=HostLane(), poison=True)
+    token = BackwardToken()
+    base = torch.randn(4, 6, 8, dtype=torch.bfloat16)
+    for hidden in (base, base.transpose(0, 1), base[1:3], base[:1].expand(4, 6, 8)):
+        kept = store.keep(hidden, stop=1, token=token, held=False)
+        assert kept is not None
+        found = store.bring_back(kept)
+        assert found.data_ptr() != hidden.data_ptr()
+        assert (found.shape, found.stride(), found.dtype) == (
+            *(hidden.shape, hidden.stride(), hidden.dtype),
+        )
+        assert torch.equal(found, hidden)
+        store.done(kept, found, retained=False)
+        assert found.isnan().all()
+    assert store.keep(base[..., 1:], stop=1, token=token, held=False) is None  # it has gaps
+    assert store.keep(base, stop=9, token=token, held=False) is None
+    assert store.keep(base, stop=1, token=token, held=True) is None
+    assert store.keep(base, stop=1, token=None, held=False) is None
 
 
 def test_host_memory_is_used_again_whatever_the_lengths() -> None:
