@@ -134,9 +134,12 @@ class Units:
         """Whether a backward is still to come."""
         return any(token.outstanding for token in self._tokens)
 
-    def _regions(self, head_bytes: int) -> tuple[Regions, dict[int, Region]]:
-        """Lay out what streams; return that, and the region of each unit."""
-        streaming = [layer for layer in range(self._count) if layer not in self.resident]
+    def _regions(
+        self, head_bytes: int, *, resident: frozenset[int] | None = None
+    ) -> tuple[Regions, dict[int, Region]]:
+        """Lay out what streams, or would with ``resident``; return that, and each unit's region."""
+        resident = self.resident if resident is None else resident
+        streaming = [layer for layer in range(self._count) if layer not in resident]
         sizes = [self._layer_bytes[layer] for layer in streaming]
         regions = Regions.lay_out(sizes, slots=self._slots, head_bytes=head_bytes)
         found = dict(zip(streaming, regions.layers, strict=True))
@@ -145,6 +148,8 @@ class Units:
         return regions, found
 
     def _new_arena(self, size: int, *, kept: int) -> Arena:
+        self._slot_bytes = kept
+        size = max(size, ALIGNMENT)  # where nothing streams, graphs want a pool all the same
         device = self._plan.device
         arena: Arena = (
             GraphArena(size, kept=kept, device=device)
@@ -165,7 +170,7 @@ class Units:
                 self._keep_resident(self._budget)
             elif self._budget is not None:
                 self._budget.start()
-        self.window.prefetch(upcoming_forward(-1, layers=self._count, head=self._head))
+        self.window.prefetch(self._upcoming_forward(-1))
         if not self.outstanding:
             self._lowest = self._count
 
@@ -215,17 +220,23 @@ class Units:
 
     def release(self, layer: int, *, backward: bool) -> None:
         """Park it, and copy what will be needed next."""
-        self._plan.layers[layer].keep_parameters()
-        self.window.release(layer)
+        try:
+            self._plan.layers[layer].keep_parameters()
+        finally:
+            self.window.release(layer)
         if backward and layer <= self._lowest:
             self.window.keep_only(self._kept)
             self._first.backward()
-        head = self._head if not self.shared or self._shareable else None
         self.window.prefetch(
             upcoming_backward(layer, lowest=self._lowest, layers=self._count)
             if backward
-            else upcoming_forward(layer, layers=self._count, head=head)
+            else self._upcoming_forward(layer)
         )
+
+    def _upcoming_forward(self, layer: int) -> list[int]:
+        # A head that shares the arena would only be vacated for the next layer, a resident too.
+        early = not self.shared or (self._shareable and layer + 1 == self._count)
+        return upcoming_forward(layer, layers=self._count, head=self._head if early else None)
 
     def park_head(self) -> None:
         """Park the head, if it is bound."""
@@ -297,23 +308,36 @@ class Units:
         graphs = 0 if self.graphs is None else 2 * self._count
         spare = budget.spare(own=self.window.arena.nbytes, graphs=graphs)
         if spare < 0:
+            self._waiting = True  # the next forward asks again
             raise budget.refuse(spare)
-        self.resident = most_resident(self._layer_bytes, spare=spare)
-        nbytes = sum(self._layer_bytes[layer] for layer in self.resident)
-        _log.info("units_kept", units=len(self.resident), bytes=nbytes, spare=spare)
-        if not self.resident:
+        chosen = self._most_resident(spare)
+        nbytes = sum(self._layer_bytes[layer] for layer in chosen)
+        _log.info("units_kept", units=len(chosen), bytes=nbytes, spare=spare)
+        if not chosen:
             return
         kept = PlainArena(nbytes, device=self._plan.device)
         self._lane.adopt(kept)
-        offsets = accumulate((self._layer_bytes[i] for i in sorted(self.resident)), initial=0)
+        offsets = accumulate((self._layer_bytes[i] for i in sorted(chosen)), initial=0)
         own = {
             layer: Region(offset, self._layer_bytes[layer])
-            for layer, offset in zip(sorted(self.resident), offsets, strict=False)
+            for layer, offset in zip(sorted(chosen), offsets, strict=False)
         }
-        _, streaming = self._regions(self._head_bytes if self.shared else 0)
+        head_bytes = self._head_bytes if self.shared else 0
+        _, streaming = self._regions(head_bytes, resident=chosen)
         self.window.move(own, kept.memory)
         self.window.move(streaming, self.window.arena)
+        self.resident = chosen
         self._capture_in(self._arena)
+
+    def _most_resident(self, spare: int) -> frozenset[int]:
+        """Choose layers so that those that stream still fit the slots, beyond which graphs keep
+        their temporaries: where layers differ in size, others may come to share a slot."""
+        while chosen := most_resident(self._layer_bytes, spare=spare):
+            slots, _ = self._regions(0, resident=chosen)
+            if slots.slot_bytes <= self._slot_bytes:
+                return chosen
+            spare = sum(self._layer_bytes[layer] for layer in chosen) - 1
+        return chosen
 
     @torch.inference_mode(False)
     def _move_layers(self, reason: str) -> None:

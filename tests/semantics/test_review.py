@@ -29,7 +29,22 @@ def large_head(model: Any) -> nn.Module:
     return model
 
 
+def uneven_layers(model: Any) -> nn.Module:
+    """Give two layers twice the width of the others."""
+    for index in (1, 3):
+        mlp = model.model.layers[index].mlp
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            weight = getattr(mlp, name).weight
+            axis = 1 if name == "down_proj" else 0
+            wide = nn.Parameter(torch.cat([weight, weight.flip(axis)], axis).detach().clone())
+            getattr(mlp, name).weight = wide
+            linear = getattr(mlp, name)
+            linear.out_features, linear.in_features = wide.shape
+    return model
+
+
 LARGE = evolve(BF16, before_peft=large_head)
+UNEVEN = evolve(BF16, before_peft=uneven_layers)
 
 
 def bytes_of(recipe: Recipe, **options: Any) -> tuple[int, int]:
@@ -133,3 +148,34 @@ def test_memory_lent_to_an_optimizer_that_is_gone_comes_back(
             assert units_of(arm)._reclaim is None
 
     twins(script, LARGE, sizes=("all",))
+
+
+def test_residents_of_other_sizes_than_the_layers_that_stream() -> None:
+    arena, layer = bytes_of(UNEVEN)
+    resident = play(loop, UNEVEN, streamed=False, late=False)
+    for kept in (1, 2, 3):
+        streamed = play(loop, UNEVEN, streamed=True, late=False, vram_budget=arena + kept * layer)
+        compare(resident.notes, streamed.notes)
+        assert units_of(streamed).resident
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 5])
+def test_the_head_is_copied_once_a_step(kept: int) -> None:
+    arena, layer = bytes_of(LARGE)
+    fetched: list[int] = []
+
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        arm.train(batches(2), optimizer)
+        window = units_of(arm).window
+        fetch = window._fetch
+
+        def noted(unit: int) -> None:
+            fetched.append(unit)
+            fetch(unit)
+
+        window._fetch = noted
+        arm.train(batches(2), optimizer)
+
+    play(script, LARGE, streamed=True, late=False, vram_budget=arena + kept * layer)
+    assert fetched.count(5) == 2
