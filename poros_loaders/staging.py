@@ -26,6 +26,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_core.finite import FiniteCheck
 from poros_loaders.pretrained import load_checked
+from poros_loaders.read_ahead import ReadAhead
 from poros_loaders.skeleton import empty_weight
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ def load_staged(
     """
     failures: list[Exception] = []
     finite = FiniteCheck()
-    with _registered(_quantizer(request, failures, finite, noted)) as name:
+    files = [] if noted is not None else sorted(request.path.glob("*.safetensors"))
+    with (
+        ReadAhead(files) as ahead,
+        _registered(_quantizer(request, failures, finite, ahead, noted)) as name,
+    ):
         quantization_config.quant_method = name
         try:
             model = load_checked(
@@ -93,6 +98,7 @@ def _quantizer(
     request: LoadRequest,
     failures: list[Exception],
     finite: FiniteCheck,
+    ahead: ReadAhead,
     noted: Mapping[str, Any] | None,
 ) -> type[Any]:
     """Return a quantizer class that stages on the request's device and notes what failed."""
@@ -125,6 +131,7 @@ def _quantizer(
                     for tensor in tensors:
                         finite.add(name, tensor)
                         advance(tensor.nbytes)
+                        ahead.advance(tensor.nbytes)
                 quantised: dict[str, Any] = super().convert(staged, **kwargs)
                 staged.clear()
                 for parameter in quantised.values():

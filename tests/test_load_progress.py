@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from poros_core.conformance.manifest import tensor_manifest
 from poros_core.finite import FiniteCheck
 from poros_core.load_bar import LoadBar, report_lines
 from poros_core.load_progress import LoadMeter, LoadReport, host_memory
+from poros_loaders.read_ahead import ReadAhead
 
 CPU = torch.device("cpu")
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -206,3 +208,49 @@ def test_a_checkpoint_that_is_4_bit_in_part(checkpoint: Path, tmp_path: Path, ho
     for _ in range(2):
         again = poros.load(tmp_path / "part", host=host, cache=tmp_path / "cache", device="cpu")
         assert tensor_manifest(again) == wanted
+
+
+class TestReadAhead:
+    def files(self, folder: Path) -> list[Path]:
+        paths = [folder / name for name in "abc"]
+        for path in paths:
+            path.write_bytes(bytes(10_000))
+        return paths
+
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+        calls: list[tuple[int, int]] = []
+        monkeypatch.setattr(
+            os, "posix_fadvise", lambda handle, begin, count, advice: calls.append((begin, count))
+        )
+        return calls
+
+    def wait(self, calls: list[Any], count: int) -> None:
+        end = time.monotonic() + 5
+        while len(calls) < count and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def test_everything_is_asked_for_in_order(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = self.asked(monkeypatch)
+        with ReadAhead(self.files(tmp_path), step=4096):
+            self.wait(calls, 9)
+        assert calls == [(begin, 4096) for begin in (0, 4096, 8192)] * 3
+
+    def test_it_stays_within_its_window(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = self.asked(monkeypatch)
+        with ReadAhead(self.files(tmp_path), step=4096, window=8192) as ahead:
+            self.wait(calls, 2)
+            time.sleep(0.05)
+            assert len(calls) == 2
+            ahead.advance(4096)
+            self.wait(calls, 3)
+            time.sleep(0.05)
+            assert len(calls) == 3
+
+    def test_a_file_that_is_gone_ends_it(self, tmp_path: Path) -> None:
+        with ReadAhead([tmp_path / "nowhere"]) as ahead:
+            ahead._thread.join(5)
+            assert not ahead._thread.is_alive()
