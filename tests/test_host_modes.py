@@ -18,7 +18,7 @@ import attrs
 import pytest
 import torch
 from helpers_checkpoint import CPU, TINY, request, strategy, write_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
@@ -76,7 +76,8 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("precision", "mode"), [("nf4", "pageable"), ("nf4", "mmap"), ("bf16", "mmap")]
+    ("precision", "mode"),
+    [("nf4", "pageable"), ("nf4", "mmap"), pytest.param("bf16", "mmap", marks=pytest.mark.slow)],
 )
 def test_training_is_exact_whatever_the_way(
     checkpoint: Path, tmp_path: Path, precision: str, mode: str
@@ -247,8 +248,7 @@ def test_auto_reports_what_it_chose(
     assert model.__dict__["_poros_store"].ring is not None
 
 
-@pytest.mark.parametrize("precision", ["nf4", "bf16"])
-@pytest.mark.parametrize("dtype", [None, F32])
+@pytest.mark.parametrize(("precision", "dtype"), [("nf4", None), ("bf16", F32)])
 def test_the_estimate_is_near(checkpoint: Path, precision: str, dtype: torch.dtype | None) -> None:
     asks = request(checkpoint, dtype=dtype)
     loader: Any = strategy(precision, "streamed")
@@ -273,6 +273,7 @@ class TestOrder:
                 order.seen(unit)
         assert right >= 2 * len(step) - 3
 
+    @settings(max_examples=40)
     @given(st.lists(st.integers(0, 4), max_size=40), st.integers(0, 6))
     def test_a_guess_is_always_another_unit(self, seen: list[int], count: int) -> None:
         order = Order(5)
@@ -295,6 +296,7 @@ class TestRing:
         images = [store.adopt([Ref(param)], staged=True) for param in params]
         return ring, images, params
 
+    @settings(max_examples=20)
     @given(st.lists(st.integers(0, 4), max_size=30))
     def test_every_unit_has_its_own_bytes(self, asked: list[int]) -> None:
         _, images, params = self.images()
@@ -499,6 +501,7 @@ def test_pageable_memory_is_not_locked() -> None:
     assert buffer.bytes.device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_a_gate_takes_the_way() -> None:
     options = GateOptions(family="qwen2", shape="tiny", steps=2, host="mmap", plant_fault=True)
     result = run_gate(options)

@@ -47,6 +47,7 @@ def test_every_way_of_nf4_is_exact() -> None:
     json.dumps(record)
 
 
+@pytest.mark.slow
 def test_bf16_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, int]] = []
     original = load_bytes.write_random_checkpoint
@@ -56,11 +57,11 @@ def test_bf16_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         original(config, path, seed=seed, **options)
 
     monkeypatch.setattr(load_bytes, "write_random_checkpoint", write)
-    record = gate(precision="bf16", pieces=3, seed=7).record
+    record = gate(precision="bf16", pieces=2, seed=7).record
     assert record["verdict"] == "exact"
     assert sum(layers for layers, _ in drawn) == record["layers"]
-    assert [seed for _, seed in drawn] == [7, 8, 9]
-    assert [run["way"] for run in record["runs"]] == ["streamed", "standard", "cache", "mmap"] * 3
+    assert [seed for _, seed in drawn] == [7, 8]
+    assert [run["way"] for run in record["runs"]] == ["streamed", "standard", "cache", "mmap"] * 2
 
 
 def test_a_flipped_bit_is_found() -> None:
