@@ -416,14 +416,14 @@ def test_a_budget_keeps_layers(shape: str) -> None:
 
 
 def test_a_32b_model_on_a_small_card() -> None:
-    plan = planned("32b", vram=int(6e9), ram=int(64e9))
+    plan = planned("32b", vram=int(6.4e9), ram=int(64e9))
     assert plan.loads
     assert plan.trains
     assert plan.advice is None
     assert plan.longest is not None
     longer = attrs.evolve(plan.run, seq_len=plan.longest + 64)
     assert plan.longest >= 512
-    assert not planned("32b", longer, vram=int(6e9), ram=int(64e9)).trains
+    assert not planned("32b", longer, vram=int(6.4e9), ram=int(64e9)).trains
 
 
 def test_settings_that_save_memory_are_found() -> None:
@@ -628,7 +628,7 @@ def test_the_command(cli: Cli, seven: str) -> None:
     assert rows["arena"] == "1.09 GB (slots 0.26 GB and head 1.09 GB, in turn)"
     assert rows["host memory"].startswith("5.85 GB, page-locked (layers 3.67 GB")
     assert "set by link" in rows["step, all streams"]
-    assert rows["step, with the budget"].startswith("17 of 28 layers stay on the card: ")
+    assert rows["step, with the budget"].startswith("14 of 28 layers stay on the card: ")
     assert "It loads and trains." in out
     assert "The longest sequence that fits so has" in out
 

@@ -13,6 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (.+) \| \[[\w.-]+\]\((docs/validation/[\w.-]+\.json)\) \|$", README, re.M)
 
+COSTS = re.findall(
+    r"^\| (.+) \| \[record\]\((benchmarks/records/[\w.-]+\.json)\) \|$", README, re.M
+)
+
 
 def _record(path: str) -> dict[str, Any]:
     record: dict[str, Any] = json.loads((ROOT / path).read_text(encoding="utf-8"))
@@ -25,6 +29,24 @@ def _gb(arm: dict[str, Any]) -> str:
 
 def test_there_are_rows() -> None:
     assert len(ROWS) >= 5
+    assert len(COSTS) >= 3
+
+
+@pytest.mark.parametrize(("cells", "path"), COSTS, ids=[path for _, path in COSTS])
+def test_a_cost_is_its_record(cells: str, path: str) -> None:
+    record = _record(path)
+    assert (record["kind"], record["outcome"]) == ("training-cost", "trained")
+    sizes = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
+    times = (record["step_seconds"]["median"], record["link_floor_seconds"])
+    assert [cell.strip() for cell in cells.split("|")] == [
+        f"Qwen2.5 {record['shape'].upper()}",
+        *(f"{record[name] / 1e9:.2f} GB" for name in sizes),
+        *(f"{seconds:.3f} s" for seconds in times),
+    ]
+    said = (record["rank"], record["batch"], record["seq_len"], record["dropout"])
+    assert said == (16, 1, 512, 0.05)
+    assert record["settings"]["vram_budget"] is None
+    assert record["stack"]["driver"] in README
 
 
 @pytest.mark.parametrize(("cells", "path"), ROWS, ids=[path for _, path in ROWS])

@@ -34,15 +34,16 @@ __all__ = [
     "resident_memory",
 ]
 
-CONTEXT_BYTES = 500_000_000
-"""What the driver takes for a process with a CUDA context and its libraries, on an H200."""
-_GRAPH_BYTES = 3_000_000
-"""Driver memory that a captured graph takes; a block has two."""
+CONTEXT_BYTES = 800_000_000
+"""What the driver takes for a process with a CUDA context, libraries and loaded kernels, on an H200:
+the driver's figure less reserved memory of a plain run without graphs, in the cost records."""
+_GRAPH_BYTES = 2_200_000
+"""Driver memory that a captured graph takes at most, in the cost records; a block has two."""
 _CUBLAS_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` (cuBLAS documentation)."""
-_SLACK = 0.12
-"""What the allocator reserves beyond what is allocated, as a share of all but the arena: 10 % and
-15 % in the two records of training loops."""
+_SLACK = 0.11
+"""What the allocator reserves beyond what is allocated and what a loop holds, as a share of all but
+the arena: 5 to 11 % in the cost records."""
 _RING = 3
 """Buffers of the ring; as in ``poros_core.ring``, which needs torch. A test holds them together."""
 _ADAM, _FLOAT, _HALF = 8, 4, 2
@@ -66,6 +67,8 @@ class Memory:
         head: what the head takes of it, at another time.
         graph_workspace: what graphs hold outside the arena; see [Note: What graphs add].
         graphs: what the driver takes for captured graphs.
+        held: logits of the step before, which a loop that keeps its outputs in a variable holds
+            until the next forward returns: beside new ones, though not at the peak.
     """
 
     moment: str
@@ -74,6 +77,7 @@ class Memory:
     head: int
     graph_workspace: int
     graphs: int
+    held: int = 0
 
     @property
     def allocated(self) -> int:
@@ -89,7 +93,7 @@ class Memory:
     @property
     def reserved(self) -> int:
         """What the allocator holds at the peak."""
-        return self.allocated + self.graph_workspace + self.gaps
+        return self.allocated + self.graph_workspace + self.held + self.gaps
 
     @property
     def device(self) -> int:
@@ -123,6 +127,7 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
         head=weights.head_bytes,
         graph_workspace=max(0, workspace - room) if run.graphs else 0,
         graphs=2 * blocks * _GRAPH_BYTES if run.graphs else 0,
+        held=_HALF * run.tokens * weights.vocabulary if run.loss_chunk is None else 0,
     )
 
 
@@ -146,6 +151,7 @@ def resident_memory(
     if checkpointing:
         moments["backward"]["workspace"] = block_workspace(weights, run)
     standing = {"base": base, **_standing(weights, run)}
+    standing["cuBLAS"] *= 2  # of forward and backward; a streamed run drops both before the loss
     moment = max(moments, key=lambda name: sum((standing | moments[name]).values()))
     components = {k: v for k, v in (standing | moments[moment]).items() if v}
     if not checkpointing and "boundaries" in components:

@@ -51,7 +51,7 @@ _log = get_logger("graphs")
 
 SIGNATURES = 4
 """Calls of different shape or state that one block keeps graphs for; the one that was not used
-for longest goes first. A graph takes about 3 MB of device memory outside the allocator."""
+for longest goes first. A graph takes 1 to 2 MB of device memory outside the allocator."""
 
 
 @define(eq=False)
