@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 OLDEST := $(VENV)/oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 
-.PHONY: demo test oldest lint format tables clean
+.PHONY: demo test more oldest lint format tables clean
 
 demo: $(STAMP)
 	$(BIN)/poros demo
@@ -18,6 +18,11 @@ demo: $(STAMP)
 test: lint $(OLDEST_STAMP)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 	$(MAKE) --no-print-directory oldest
+
+# What takes longer: packages that are installed and taken away, and gates of every family.
+more: $(STAMP)
+	$(BIN)/pytest tests/test_third_party.py -m slow -k comes_and_goes
+	$(BIN)/poros gate --matrix ci
 
 oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(OLDEST) $(BIN)/pytest tests/test_smoke.py -m oldest --numprocesses auto --maxprocesses 8

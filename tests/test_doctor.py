@@ -538,7 +538,7 @@ def test_a_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_cuda")
 def test_a_link_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poros_core.host_store.available_memory", lambda: 1000)
+    monkeypatch.setattr("poros_core.host_memory.available_memory", lambda: 1000)
     reading = measure_link(torch.device("cpu"), uuid="GPU-12-34")
     assert (reading.link, reading.locked_bytes) == (None, None)
     assert "cannot be had" in (reading.rates_reason or "")

@@ -394,7 +394,7 @@ def planned(shape: str, run: RunSettings | None = None, **room: int) -> RunPlan:
     return plan_run(model_of("qwen2", shape), run or RunSettings(), rates=H200, **room)
 
 
-@pytest.mark.parametrize("shape", ["7b", "32b"])
+@pytest.mark.parametrize("shape", ["7b", pytest.param("32b", marks=pytest.mark.slow)])
 def test_a_budget_keeps_layers(shape: str) -> None:
     sizes = qwen(shape).layer_bytes("nf4")
     need = planned(shape).memory.device

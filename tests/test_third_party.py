@@ -84,6 +84,7 @@ class Environment:
         return done.stdout
 
 
+@pytest.mark.slow
 def test_a_family_comes_and_goes_with_its_package(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     environment.create(see_this_one=True)

@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 CONTEXT_BYTES = 800_000_000
-"""What the driver takes for a process with a CUDA context, libraries and loaded kernels, on an H200:
-the driver's figure less reserved memory of a plain run without graphs, in the cost records."""
+"""What the driver takes for a process with a CUDA context, libraries and loaded kernels: its figure
+less reserved memory of a plain run without graphs, in the cost records of an H200."""
 _GRAPH_BYTES = 2_200_000
 """Driver memory that a captured graph takes at most, in the cost records; a block has two."""
 _CUBLAS_BYTES = 8 * 4096 * 1024

@@ -72,7 +72,7 @@ def test_layers_move_out_where_the_head_must_stay(reason: Any) -> None:
             assert not units_of(arm).shared
         plain_steps(arm)
 
-    twins(script, sizes=(1, 2))
+    twins(script, sizes=(2,))
 
 
 def test_a_dropped_loss_and_an_evaluation_do_not_move_anything() -> None:
