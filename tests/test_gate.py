@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from poros.cli import main
 from poros_core.errors import GateError
 from poros_core.gate import GateOptions, arms, run
 from poros_core.gate.arms import Arm
@@ -48,20 +47,6 @@ class Tamper:
         self._change(arms)
 
     def step(self, done: int, total: int, loss: float) -> None: ...
-
-
-@pytest.fixture
-def cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["poros", "gate", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 # exact
@@ -201,9 +186,11 @@ def test_an_arm_s_memory_leaves_out_what_the_others_hold(monkeypatch: pytest.Mon
 # diverged
 
 
-def test_a_planted_fault_is_found(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_planted_fault_is_found(
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     file = tmp_path / "record.json"
-    code, out, _ = cli(
+    code, out, _ = gate_cli(
         *("--family", "qwen2", "--shape", "tiny", "--steps", "3", "--plant-fault"),
         *("--json", str(file)),
     )
@@ -332,8 +319,8 @@ def test_a_run_in_which_nothing_streams_is_void(plugin_site: Any) -> None:
     assert resident == "4 units stayed on the device without a budget"
 
 
-def test_one_step_is_void(cli: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, _ = cli("--family", "qwen2", "--shape", "tiny", "--steps", "1")
+def test_one_step_is_void(gate_cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = gate_cli("--family", "qwen2", "--shape", "tiny", "--steps", "1")
     assert code == 2
     assert "void: 28 adapter tensors had no finite non-zero gradient in any step" in out
 
@@ -564,9 +551,9 @@ def test_tensor_files_are_safetensors(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_paragraph(
-    cli: Callable[..., tuple[int, str, str]], arguments: list[str], message: str
+    gate_cli: Callable[..., tuple[int, str, str]], arguments: list[str], message: str
 ) -> None:
-    code, out, err = cli(*arguments)
+    code, out, err = gate_cli(*arguments)
     assert code == 2
     assert out == ""
     assert err.startswith("Error: ")

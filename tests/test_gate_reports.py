@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from poros.cli import main
 from poros_core.errors import GateError
 from poros_core.gate import GateOptions, arms
 from poros_core.gate import options as gate_options
@@ -40,20 +39,6 @@ SHAPES = {
     for entry in plugins().families
     for name, shape in entry.value.shapes.items()
 }
-
-
-@pytest.fixture
-def cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["poros", "gate", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 class Page(HTMLParser):
@@ -126,7 +111,7 @@ def test_a_checkpoint_is_cut_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_a_model_s_leading_layers_are_gated_and_said_to_be_no_more(
-    cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     source, file = tmp_path / "my-model", tmp_path / "records" / "r.json"
     html, card = tmp_path / "r.html", tmp_path / "README.md"
@@ -135,7 +120,7 @@ def test_a_model_s_leading_layers_are_gated_and_said_to_be_no_more(
     write_random_checkpoint(
         SHAPES["qwen2", "tiny"], source, seed=1, dtype=torch.bfloat16, device=CPU
     )
-    code, out, _ = cli(
+    code, out, _ = gate_cli(
         *("--model", str(source), "--layers", "2", "--steps", "2", "--seq-len", "16"),
         *("--batch", "2", "--rank", "2", "--json", str(file)),
         *("--html", str(html), "--card", str(card)),
@@ -462,11 +447,11 @@ def test_a_card_names_no_folder_of_this_machine(fingerprints: tuple[Path, GateRe
 
 @pytest.mark.parametrize("text", [BEGIN, END, END + BEGIN, BEGIN + END + BEGIN])
 def test_a_card_with_broken_markers_is_refused_before_the_gate(
-    text: str, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    text: str, gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     card = tmp_path / "README.md"
     card.write_text(text)
-    code, out, err = cli("--family", "qwen2", "--shape", "tiny", "--card", str(card))
+    code, out, err = gate_cli("--family", "qwen2", "--shape", "tiny", "--card", str(card))
     assert (code, out) == (2, "")
     assert "Remove what is left of them" in err
     with pytest.raises(GateError):

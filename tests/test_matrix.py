@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from poros.cli import gate as gate_command
-from poros.cli import gate_matrix, main
+from poros.cli import gate_matrix
 from poros_core.errors import GateError
 from poros_core.gate import GateOptions
 from poros_core.gate.arms import Arm
@@ -26,20 +26,6 @@ from poros_core.gate.run import GateFiles, run_gate
 from poros_core.plugins import plugins
 
 Record = dict[str, Any]
-
-
-@pytest.fixture
-def cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["poros", "gate", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 # the rows
@@ -86,7 +72,7 @@ def rows_that_name_every_setting() -> list[Row]:
 
 @pytest.mark.parametrize("row", rows_that_name_every_setting(), ids=lambda row: row.name)
 def test_a_row_is_its_command_line(
-    row: Row, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    row: Row, gate_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[GateOptions] = []
 
@@ -95,7 +81,7 @@ def test_a_row_is_its_command_line(
         raise GateError("enough")
 
     monkeypatch.setattr(gate_command, "_run", capture)
-    cli(*flags_of(row.options()))
+    gate_cli(*flags_of(row.options()))
     assert asked == [row.options()]
 
 
@@ -304,17 +290,17 @@ def test_a_fault_that_makes_no_difference_is_missed(verdict: str) -> None:
 
 
 def test_a_real_row_through_the_command_line(
-    cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "records"
     arguments = ("--matrix", "ci", "--row", "ci-qwen3", "--json-dir", str(folder))
-    code, out, _ = cli(*arguments)
+    code, out, _ = gate_cli(*arguments)
     assert (code, "ci-qwen3: exact (3 steps)" in out) == (0, True)
     record = json.loads((folder / "ci-qwen3.json").read_text())
     assert (record["verdict"], record["precision"]) == ("exact", "bf16")
     assert record["arms"]["streamed"]["resident_units"] == 2
     assert "2 of the 4 layers stayed on the device, as the budget allowed" in record["proof"]
-    code, out, _ = cli(*arguments, "--json", str(tmp_path / "summary.json"))
+    code, out, _ = gate_cli(*arguments, "--json", str(tmp_path / "summary.json"))
     assert (code, "ci-qwen3: exact (recorded already)" in out) == (0, True)
     (line,) = json.loads((tmp_path / "summary.json").read_text())
     assert (line["row"], line["status"], line["kept"]) == ("ci-qwen3", "exact", True)
@@ -330,15 +316,15 @@ def test_a_real_row_through_the_command_line(
     ],
 )
 def test_flags_without_effect_are_refused(
-    arguments: list[str], message: str, cli: Callable[..., tuple[int, str, str]]
+    arguments: list[str], message: str, gate_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, out, err = cli(*arguments)
+    code, out, err = gate_cli(*arguments)
     assert (code, out) == (2, "")
     assert message in err
 
 
-def test_minutes_need_a_folder(cli: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, err = cli("--matrix", "ci", "--minutes", "3")
+def test_minutes_need_a_folder(gate_cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = gate_cli("--matrix", "ci", "--minutes", "3")
     assert (code, "needs --json-dir DIR" in err) == (2, True)
 
 
