@@ -125,7 +125,10 @@ def _quantizer(
         def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             """Stage, quantise and bring back one weight."""
             try:
-                staged = {name: _to(value, device) for name, value in input_dict.items()}
+                staged = {
+                    name: [bring(tensor, device) for tensor in _listed(value)]
+                    for name, value in input_dict.items()
+                }
                 input_dict.clear()
                 for name, tensors in staged.items():
                     for tensor in tensors:
@@ -158,6 +161,10 @@ def _quantizer(
     return StagedQuantizer
 
 
-def _to(value: Any, device: torch.device) -> list[torch.Tensor]:
-    tensors = value if isinstance(value, list) else [value]
-    return [tensor.to(device) for tensor in tensors]
+def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an unquantised weight on the device."""
+    return tensor.to(device)
+
+
+def _listed(value: Any) -> list[torch.Tensor]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,120 @@
+"""A checkpoint of which large weights are holes in files, and the weights that stand for them.
+
+[Note: Holes]
+Headers, shapes and index are a true checkpoint's, so that the whole of a real load runs;
+embeddings, head, norms and biases are drawn and written. The matrices of layers take no room on the
+disk. Where the loader brings one of them to the device, ``generating`` draws it there instead, in
+bf16.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from poros_core.configs import auto_class
+
+__all__ = ["generating", "write_holes"]
+
+_LAYER = re.compile(r"\.\d+\.")
+_SHARD_BYTES = 5_000_000_000
+_STD = 0.02
+
+
+def write_holes(config: Mapping[str, Any], path: Path, *, seed: int, device: torch.device) -> None:
+    """Write the checkpoint; see [Note: Holes].
+
+    Args:
+        config: a Transformers config as a mapping.
+        path: the folder; made if it is not there.
+        seed: of all values that are written.
+        device: where they are drawn.
+    """
+    model_config = AutoConfig.for_model(**config)
+    model_class = getattr(transformers, auto_class(config))
+    with torch.device("meta"):
+        model = model_class.from_config(model_config, dtype=torch.bfloat16)
+    shapes: dict[str, torch.Size] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            shapes[name] = tensor.shape
+    path.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(_shards(shapes)):
+        file = f"model-{number:05}.safetensors"
+        _write(path / file, shard, seed=seed, device=device)
+        weight_map.update(dict.fromkeys(shard, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    model_config.architectures = [type(model).__name__]
+    model_config.dtype = torch.bfloat16
+    model_config.save_pretrained(path)
+
+
+@contextmanager
+def generating(seed: int) -> Iterator[None]:
+    """Draw what would be brought to the device, one weight at a time, each seeded by its turn."""
+    from poros_loaders import staging
+
+    turn = 0
+
+    def draw(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        nonlocal turn
+        turn += 1
+        return _drawn(tensor.shape, f"{seed}:{turn}", device)
+
+    with mock.patch.object(staging, "bring", draw):
+        yield
+
+
+def _shards(shapes: Mapping[str, torch.Size]) -> Iterator[dict[str, torch.Size]]:
+    shard: dict[str, torch.Size] = {}
+    size = 0
+    for name, shape in shapes.items():
+        if shard and size + 2 * shape.numel() > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = shape
+        size += 2 * shape.numel()
+    yield shard
+
+
+def _write(
+    path: Path, shapes: Mapping[str, torch.Size], *, seed: int, device: torch.device
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * shape.numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            if len(shape) > 1 and _LAYER.search(name):
+                continue
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            drawn = _drawn(shape, f"{seed}:{name}", device)
+            file.write(drawn.cpu().view(torch.uint8).numpy().data)
+        file.truncate(8 + len(text) + end)
+
+
+def _drawn(shape: torch.Size, seed: str, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device=device)
+    generator.manual_seed(zlib.crc32(seed.encode()))
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    return tensor.normal_(float(len(shape) < 2), _STD, generator=generator)

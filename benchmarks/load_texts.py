@@ -1,0 +1,38 @@
+"""What records of a load say of how they were made; imports nothing."""
+
+from __future__ import annotations
+
+LOAD_METHOD = (
+    "One process loads once, after a tiny model in the same way, so that Python's imports, the "
+    "CUDA context and the quantiser's first launch are made before. seconds: poros.load from its "
+    "call to its return. device_peak_bytes: the allocator's peak "
+    "(torch.cuda.max_memory_allocated) in the load, over the level before it; "
+    "device_driver_peak_bytes: memory in use on the whole GPU, context included, by the driver's "
+    "own count, sampled every 10 ms. host_peak_bytes: RssAnon and RssShmem of /proc/self/status, "
+    "sampled every 20 ms, over the level before the load. The store is anonymous shared memory "
+    "that is registered with cudaHostRegister, so page-locked memory is in RssShmem; what torch's "
+    "own pinned allocator holds (cudaHostAlloc, in no Rss) is added. Mapped pages of files are "
+    "left out: on a disk they are RssFile; on a memory disk they are RssShmem, so what "
+    "/proc/self/smaps says of the folder's files, read every 250 ms, is taken off, the smaller of "
+    "the readings before and after each sample. host_steady_bytes: the same after the load, once "
+    "garbage is collected. packed_bytes: packed weights with all of their quantisation state; "
+    "unquantised_bytes: all other parameters, those that stand on the device included."
+)
+
+FLOOR_METHOD = (
+    "Each rate is measured after the load in the same process. read: pread of 16 MiB pieces by 8 "
+    "threads into warm memory, over the files that the load read, from the page cache as "
+    "page_cache says (from a memory disk it is the rate of a copy in memory). quantise: "
+    "bitsandbytes quantize_4bit on the device, on a weight as large as the largest, median of 10. "
+    "to_device and to_host: copies of 256 MiB between the device and memory as the store has it, "
+    "median of 15. page_lock: allocating and registering 512 MiB as the store does, median of 3. "
+    "write: writing 1 GiB to the cache's disk with fsync, once. A stage's seconds are its bytes "
+    "over its rate; floor_seconds is the slowest stage's. hash, in no floor: SHA-256 by one "
+    "thread, which the cache does on 8."
+)
+
+GENERATED = (
+    "bf16 weights are drawn one at a time, seeded, where the loader brings a weight to the "
+    "device; embeddings, head, norms and biases are read from files. No checkpoint of this size "
+    "is read, so seconds hold drawing instead of reading and copying"
+)
