@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import poros
+from poros_core.family import Family
 from poros_core.prepare import prepared_of
+from poros_families.gemma3 import GEMMA3
+from poros_families.gemma4 import GEMMA4
 from poros_families.qwen2 import QWEN2
+from poros_families.qwen3_5 import QWEN3_5
 from poros_runtimes.streamed.buffers import Buffer, Pages
+from poros_runtimes.streamed.capture import LostGraphs
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.signature import layout_of
 
@@ -46,17 +51,23 @@ class Again:
 
 
 class FunctionCapturer:
-    def __init__(self, *, fails: int = 0) -> None:
+    """Runs functions again. Those whose numbers are in ``fails`` cannot be captured, and raise."""
+
+    def __init__(
+        self, *, fails: Container[int] = (), error: type[RuntimeError] = RuntimeError
+    ) -> None:
+        self.tried = 0
         self.captured = 0
         self.settled = 0
         self.reserved: list[torch.Tensor] = []
         self._fails = fails
+        self._error = error
 
     def capture(self, body: Callable[[], None]) -> Again:
-        if self._fails:
-            self._fails -= 1
+        self.tried += 1
+        if self.tried - 1 in self._fails:
             torch.rand(7)
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise self._error("operation not permitted when stream is capturing")
         self.captured += 1
         return Again(body)
 
@@ -80,11 +91,15 @@ def spoiling(capturer: FunctionCapturer, end_forward: Any, *args: Any, **kwargs:
 
 
 def make(
-    device: torch.device = CPU, *, fails: int = 0, graphs: bool = True, offload: bool = False
+    device: torch.device = CPU,
+    *,
+    capturer: FunctionCapturer | None = None,
+    graphs: bool = True,
+    offload: bool = False,
+    shape: Mapping[str, Any] = QWEN2.shapes["tiny"],
 ) -> Any:
     torch.manual_seed(0)
-    settings = {k: v for k, v in QWEN2.shapes["tiny"].items() if k != "model_type"}
-    config = Qwen2Config(**{**settings, "attention_dropout": 0.1})
+    config = AutoConfig.for_model(**{**shape, "attention_dropout": 0.1})
     base = AutoModelForCausalLM.from_config(config)
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
     model: Any = get_peft_model(base, lora).train()
@@ -98,7 +113,7 @@ def make(
     if graphs and device.type == "cpu":
         handle = handle_of(model)
         units = handle.units
-        capturer = FunctionCapturer(fails=fails)
+        capturer = capturer or FunctionCapturer()
         units.graphs = GraphExecutor(units.eager, CPU, capturer)
         units.end_forward = partial(spoiling, capturer, units.end_forward)
     return model
@@ -210,6 +225,22 @@ def test_replays_equal_the_eager_run(script: Script, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "name", "replayed"),
+    [(GEMMA3, "tiny", 4), (GEMMA4, "tiny", 2), (QWEN3_5, "tiny", 4)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_families_replay(family: Family, name: str, replayed: int, device: torch.device) -> None:
+    """A layer that is given, or hands on, what layers share runs eagerly; no other does."""
+    shape = family.shapes[name]
+    eager = run(make(device, graphs=False, shape=shape), plain, device, steps=4)
+    model = make(device, shape=shape)
+    found = run(model, plain, device, steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    assert handle_of(model).counters()["graph_replays"] == 3 * 2 * replayed
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_replays_read_hidden_states_that_came_back(device: torch.device) -> None:
     eager = run(make(device, graphs=False), two_forwards, device, steps=3)
     model = make(device, offload=True)
@@ -237,13 +268,53 @@ def test_a_failed_capture_runs_eagerly_says_so_once_and_keeps_the_random_numbers
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     eager = run(make(graphs=False), plain, CPU)
-    model = make(fails=100)
+    model = make(capturer=FunctionCapturer(fails=range(100)))
     with caplog.at_level("WARNING", logger="poros.graphs"):
         found = run(model, plain, CPU)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
     assert handle_of(model).counters()["graph_replays"] == 0
     said = [r for r in caplog.records if "graph_capture_failed" in r.getMessage()]
     assert len(said) == 1
+
+
+def test_a_capture_that_costs_the_graphs_before_it_turns_graphs_off() -> None:
+    eager = run(make(graphs=False), plain, CPU)
+    capturer = FunctionCapturer(fails={5}, error=LostGraphs)
+    model = make(capturer=capturer)
+    found = run(model, plain, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    assert (capturer.tried, capturer.captured) == (6, 5)
+    counters = handle_of(model).counters()
+    assert (counters["graph_replays"], counters["eager_blocks"]) == (5, 6 * 8 - 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_that_no_graph_can_take(
+    layer: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for the device inside, which CUDA forbids while it captures."""
+    device = torch.device("cuda")
+
+    def with_a_look(*, graphs: bool) -> Any:
+        model = make(device, graphs=graphs)
+        mlp = model.get_base_model().model.layers[layer].mlp
+        inner = mlp.act_fn.forward
+
+        def looks(hidden: torch.Tensor) -> torch.Tensor:
+            hidden.sum().item()
+            return cast(torch.Tensor, inner(hidden))
+
+        monkeypatch.setattr(mlp.act_fn, "forward", looks)
+        return model
+
+    eager = run(with_a_look(graphs=False), plain, device)
+    with caplog.at_level("WARNING", logger="poros.graphs"):
+        found = run(with_a_look(graphs=True), plain, device)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    assert len([r for r in caplog.records if "graph_capture_failed" in r.getMessage()]) == 1
+    assert torch.rand(2, device=device).isfinite().all(), "the generator can be used"
 
 
 def test_units_that_move_at_a_backward_are_not_replayed_where_they_were() -> None:

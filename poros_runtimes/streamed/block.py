@@ -77,6 +77,11 @@ class BackwardToken:
         """A block's backward is done."""
         self._blocks.discard(block)
 
+    def drop(self) -> None:
+        """No backward of this call will come any more."""
+        self.head = False
+        self._blocks.clear()
+
 
 @frozen(eq=False)
 class LayerCall:
@@ -127,6 +132,7 @@ class Block:
         self.modules = BlockModules(modules)
         self.name = f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
         self.version = 0
+        self._held = False
         self._streamed = streamed
         self._list()
 
@@ -147,6 +153,9 @@ class Block:
     @contextmanager
     def passing(self, layer: int) -> Iterator[None]:
         """Bind a layer's unit for its forward only."""
+        if self._held:
+            yield
+            return
         self.units.acquire(layer, backward=False)
         try:
             yield
@@ -155,14 +164,20 @@ class Block:
 
     @contextmanager
     def holding(self, layers: Sequence[int], *, backward: bool) -> Iterator[None]:
-        """Bind all of these units until the end: gradient kernels and graphs read them too."""
+        """Bind all of these units until the end: gradient kernels and graphs read them too. What
+        binds them again meanwhile finds them bound."""
+        if self._held:
+            yield
+            return
         held: list[int] = []
+        self._held = True
         try:
             for layer in layers:
                 self.units.acquire(layer, backward=backward)
                 held.append(layer)
             yield
         finally:
+            self._held = False
             for layer in reversed(held):
                 self.units.release(layer, backward=backward)
 
@@ -200,7 +215,7 @@ class BlockCall:
         state: what the first forward saw.
         thread: hand out the hidden state that entered too, for a loss that reads it.
         left_spec: how the tensors that left in the shared mappings are put back together.
-        structure: which arguments each layer was given, without their values.
+        structure: which arguments each layer was given, without their values, and which mappings.
         replay: what an executor remembers of the forward.
         versions: of the arguments, to see that they are unchanged in the backward.
     """
@@ -378,9 +393,12 @@ def make_call(
         shared,
         shared_spec,
         thread=thread,
-        structure=tuple(
-            (len(args), *((name, type(value)) for name, value in kwargs.items()))
-            for args, kwargs in arguments
+        structure=(
+            *(
+                (len(args), *((name, type(value)) for name, value in kwargs.items()))
+                for args, kwargs in arguments
+            ),
+            tuple(shared),
         ),
     )
     return call, [*(tensor for tensor, _ in carried.values()), *entering]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from poros_runtimes.streamed.arena import GraphArena
 
-__all__ = ["Capturer", "CudaCapturer", "Replayable"]
+__all__ = ["Capturer", "CudaCapturer", "LostGraphs", "Replayable"]
+
+
+class LostGraphs(RuntimeError):
+    """A capture failed in a way that makes earlier graphs useless, and later ones unlikely."""
 
 
 class Replayable(Protocol):
@@ -29,6 +33,7 @@ class Capturer(Protocol):
         """Capture what ``body`` launches, without running it.
 
         Raises:
+            LostGraphs: something in it cannot be captured, and no earlier graph may be replayed.
             RuntimeError: something in it cannot be captured.
         """
         ...
@@ -86,16 +91,36 @@ class CudaCapturer:
                 graph.capture_begin(pool=self._arena.pool.id, capture_error_mode="thread_local")
                 try:
                     body()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
+                    graph.capture_end()
+                except BaseException as error:
+                    if self._abandon(graph):
+                        raise LostGraphs(str(error)) from error
                     raise
-                graph.capture_end()
         finally:
             current.wait_stream(stream)
             if collecting:
                 gc.enable()
         return _Captured(graph, self._arena)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """Undo what a capture that failed leaves behind, and say whether earlier graphs are lost.
+
+        CUDA reports the end of such a capture as an error, before torch has closed the pool and
+        told the random-number generator that the capture is over. The generator then gets a fresh
+        state of the same value, and graphs draw from the old one.
+        """
+        bindings: Any = torch._C
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError):
+            bindings._cuda_endAllocateToPool(self._device.index, self._arena.pool.id)
+        try:
+            torch.rand(1, device=self._device)  # the caller puts the random-number state back
+        except RuntimeError:
+            generator: Any = torch.cuda.default_generators[self._device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            return True
+        return False
 
     def settle(self) -> None:
         """Let the arena take back what was lent; see ``Capturer``."""

@@ -17,13 +17,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import attrs
 import torch
 from attrs import define, field
 
 from poros_core.call_state import restored, rng_state, set_rng_state
-from poros_core.errors import StateError
 from poros_core.log import get_logger
 from poros_runtimes.streamed.block import Block, BlockCall
 from poros_runtimes.streamed.boundary import (
@@ -34,7 +34,7 @@ from poros_runtimes.streamed.boundary import (
     nothing_saved,
 )
 from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, span_of
-from poros_runtimes.streamed.capture import Capturer, Replayable
+from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,
     BlockConstants,
@@ -61,11 +61,12 @@ class _Forward:
     outputs: list[Layout]
     differentiable: list[bool]
     epoch: int
+    left_spec: Any = field(repr=False)
+    refused: bool = False
     graph: Replayable | None = None
     inputs: list[Buffer] = field(factory=list, repr=False)
     arguments: list[tuple[int, Buffer]] = field(factory=list, repr=False)
     results: list[Buffer] = field(factory=list, repr=False)
-    refused: bool = False
     backwards: dict[BackwardKey, _Backward] = field(factory=dict, repr=False)
 
 
@@ -106,6 +107,7 @@ class GraphExecutor:
         self._first = first
         self._pages = Pages(device)
         self._epoch = 0
+        self._off = False
         self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], Buffer] = (
             weakref.WeakValueDictionary()
         )
@@ -120,6 +122,8 @@ class GraphExecutor:
         self, call: BlockCall, inputs: Sequence[torch.Tensor], wanted: Sequence[bool]
     ) -> tuple[list[torch.Tensor], list[bool]]:
         """Run the first forward; see ``Executor``."""
+        if self._off:
+            return self._eager.forward(call, inputs, wanted)
         constants = self._constants_of(call.block)
         key = forward_key(call, inputs, wanted, constants)
         if key is None:
@@ -134,9 +138,9 @@ class GraphExecutor:
                 results, differentiable = self._eager.forward(call, inputs, wanted)
             layouts = [layout_of(result) for result in results]
             if None not in layouts:
-                drew = self._drew_on_the_host(call)
+                refused = self._drew_on_the_host(call) or len(results) > 1  # it handed tensors on
                 outputs = [x for x in layouts if x]
-                entry = _Forward(outputs, differentiable, self._epoch, refused=drew)
+                entry = _Forward(outputs, differentiable, self._epoch, call.left_spec, refused)
                 call.replay = seen[key] = entry
                 if len(seen) > SIGNATURES:
                     seen.popitem(last=False)
@@ -152,6 +156,7 @@ class GraphExecutor:
                     self._fill(entry, call, inputs)
                     entry.graph.replay()
                     self.replays += 1
+                    call.left_spec = entry.left_spec
                     return [self._pages.copy_of(b) for b in entry.results], entry.differentiable
         return self._eager.forward(call, inputs, wanted)
 
@@ -321,22 +326,13 @@ class GraphExecutor:
             return self._capturer.capture(body)
         except Exception as error:
             self._say_once("graph_capture_failed", block=block.name, reason=str(error)[:200])
-            self._check_device(error)
+            if isinstance(error, LostGraphs):
+                self._off = True
+                self.clear()
             return None
         finally:
             set_rng_state(self._device, found)
             self._capturer.settle()
-
-    def _check_device(self, cause: Exception) -> None:
-        """Check that random numbers can still be drawn after a capture that failed."""
-        try:
-            torch.rand(1, device=self._device)
-        except RuntimeError as error:
-            raise StateError(
-                "A block could not be captured as a CUDA graph, and the device's random-number "
-                f"generator is left unusable ({str(cause)[:200]}). Start again with "
-                "poros.prepare(model, graphs='off')."
-            ) from error
 
     def _static_call(self, entry: _Forward, call: BlockCall) -> BlockCall:
         leaves = list(call.leaves)

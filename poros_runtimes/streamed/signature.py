@@ -181,8 +181,10 @@ def forward_key(
 ) -> ForwardKey | None:
     """Return the key of a call's forward, or None if it must run eagerly."""
     assert call.state is not None
-    if call.shared or call.thread or constants.hooked() or torch.is_anomaly_enabled():
+    if call.thread or constants.hooked() or torch.is_anomaly_enabled():
         return None
+    if any(call.shared.values()):
+        return None  # what layers share is not copied into buffers
     if constants.unpads():
         return None
     layouts = [layout_of(t, wanted=w) for t, w in zip(inputs, wanted, strict=True)]
