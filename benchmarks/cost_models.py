@@ -10,8 +10,10 @@ import torch
 from cost_work import Work, bf16_bytes
 
 import poros
+from poros_core.gate.packed_checkpoint import write_packed_checkpoint
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.machine import available_memory
+from poros_core.prepare import prepared_of
 
 _ALPHA = 2
 
@@ -27,6 +29,16 @@ def compute_device() -> torch.device:
 
 def write_checkpoint(work: Work, path: Path) -> None:
     """Write the seeded random checkpoint that every method of a run loads."""
+    if work.weights == "rolled":
+        path.mkdir()
+        write_packed_checkpoint(
+            work.subject().config,
+            path,
+            seed=work.seed,
+            device=compute_device(),
+            load=lambda plain: _from_pretrained(work, plain, device_map={"": compute_device()}),
+        )
+        return
     write_random_checkpoint(
         work.subject().config,
         path,
@@ -36,31 +48,63 @@ def write_checkpoint(work: Work, path: Path) -> None:
     )
 
 
-def build(work: Work, path: Path | None, device: torch.device) -> Any:
-    """Return the model of a method, with adapters, ready to train.
+class Builder:
+    """Makes the models that one process measures, one after the other; see ``cost_work.groups``.
 
-    Raises:
-        Refused: the method cannot train this.
+    Between two of them ``strip`` takes everything off the base but its weights.
+
+    Attributes:
+        base_bytes: device memory that was allocated when the base was built.
     """
-    torch.manual_seed(work.seed)
-    if work.method == "unsloth":
-        return _unsloth(work, path)
-    if work.method == "accelerate-offload":
-        return _accelerate(work, path, device)
-    home: Any = "store" if work.method == "poros" else "device"
-    model = _with_adapters(work, _base(work, path, device, home=home))
-    if work.method == "peft-checkpointing":
-        _checkpoint(model)
-    if work.method == "poros":
-        poros.prepare(
-            model,
-            block_size=work.block_size,
-            vram_budget=work.vram_budget,  # type: ignore[arg-type]
-            graphs=work.graphs,
-            verbose=False,
-            **work.prepare,
-        )
-    return model.train()
+
+    def __init__(self, path: Path | None, device: torch.device) -> None:
+        self._path = path
+        self._device = device
+        self._base: Any = None
+        self._model: Any = None
+        self._checkpointed = False
+        self.base_bytes = 0
+
+    def build(self, work: Work) -> Any:
+        """Return the model of a method, with adapters, ready to train.
+
+        Raises:
+            Refused: the method cannot train this.
+        """
+        torch.manual_seed(work.seed)
+        if work.method == "unsloth":
+            return _unsloth(work, self._path)
+        if work.method == "accelerate-offload":
+            return _accelerate(work, self._path, self._device)
+        if self._base is None:
+            home: Any = "store" if work.method == "poros" else "device"
+            self._base = _base(work, self._path, self._device, home=home)
+            if self._device.type == "cuda":
+                self.base_bytes = torch.cuda.memory_allocated(self._device)
+        self._model = model = _with_adapters(work, self._base)
+        self._checkpointed = work.method == "peft-checkpointing"
+        if self._checkpointed:
+            _checkpoint(model)
+        if work.method == "poros":
+            poros.prepare(
+                model,
+                block_size=work.block_size,
+                vram_budget=work.vram_budget,  # type: ignore[arg-type]
+                graphs=work.graphs,
+                offload_activations=work.offload_activations,
+                verbose=False,
+                **work.prepare,
+            )
+        return model.train()
+
+    def strip(self) -> None:
+        """Take runtime and adapters off the base."""
+        model, self._model = self._model, None
+        if prepared_of(model) is not None:
+            poros.unprepare(model)
+        if self._checkpointed:
+            model.gradient_checkpointing_disable()
+        self._base = model.unload()
 
 
 def _base(work: Work, path: Path | None, device: torch.device, *, home: Any) -> Any:

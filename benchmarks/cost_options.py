@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from attrs import evolve, fields
-from cost_work import METHODS, Work
+from cost_work import CARD, METHODS, Work
+
+from poros_core.sizes import parse_size
 
 LEAST_STEPS = 10
-_OWN = ("block-size", "graphs", "vram-budget")
+_OWN = ("block-size", "graphs", "vram-budget", "offload-activations")
 
 
 def _bytes(text: str) -> int:
@@ -34,8 +36,17 @@ def _multiple(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
-def _flag(text: str) -> bool | None:
-    return {"yes": True, "no": False, "auto": None}[text]
+def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if text not in choices:
+            raise ValueError(f"'{text}' is none of {', '.join(choices)}")
+        return choices[text]
+
+    return read
+
+
+def _named(*choices: str) -> Callable[[str], Any]:
+    return _one_of({choice: choice for choice in choices})
 
 
 def _value(text: str) -> Any:
@@ -48,7 +59,7 @@ def _value(text: str) -> Any:
 # how the text of each setting is read, on the command line and behind a method's name
 SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "layers": int,
-    "precision": str,
+    "precision": _named("nf4", "bf16"),
     "seq-len": int,
     "batch": int,
     "rank": int,
@@ -56,14 +67,16 @@ SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "steps": int,
     "warmup": int,
     "seed": int,
-    "optimizer-state": str,
-    "graphs": str,
+    "optimizer-state": _named("device", "host"),
+    "graphs": _named("auto", "on", "off"),
     "block-size": _block_size,
     "vram-budget": _budget,
+    "offload-activations": _one_of({"yes": True, "no": False}),
     "chunk": int,
     "pad-to": _multiple,
     "profiled": int,
-    "direct": _flag,
+    "direct": _one_of({"yes": True, "no": False, "auto": None}),
+    "weights": _named("drawn", "rolled"),
     "cap-bytes": _bytes,
     "cap-reserve-bytes": _bytes,
 }
@@ -109,12 +122,16 @@ def arguments(
         "--prepare", action="append", default=[], metavar="NAME=VALUE",
         help="a further setting of poros.prepare, the value as JSON",
     )  # fmt: skip
+    parser.add_argument(
+        "--shared", action="store_true",
+        help="one process for all works with the same base, which is built once",
+    )  # fmt: skip
     parser.add_argument("--json-dir", type=Path, help="write a record for each method there")
     parser.add_argument("--timeout", type=float, help="seconds that one method may take")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--talkative", action="store_true", help="show what methods say on standard error"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     found = parser.parse_args(argv)
     missing = [name for name in ("shape", "data") if getattr(found, name, "") is None]
     if missing and not found.worker:
@@ -170,6 +187,16 @@ def _checked(work: Work) -> Work:
             f"a median needs {LEAST_STEPS} steps or more after 1 step of warm-up or more; got "
             f"--steps {work.steps} --warmup {work.warmup}"
         )
+    if work.direct and work.weights == "rolled":
+        raise ValueError("rolled weights come from a checkpoint, and direct ones from none")
+    if work.data is not None and not Path(work.data).is_file():
+        raise ValueError(f"there is no file {work.data}")
+    if known := [name for name in work.prepare if name.replace("_", "-") in SETTINGS]:
+        raise ValueError(f"--prepare {known[0]} is --{known[0].replace('_', '-')}")
+    if isinstance(work.vram_budget, str) and work.vram_budget not in ("auto", CARD):
+        parse_size(work.vram_budget, what="--vram-budget")
+    if work.vram_budget == CARD and work.cap_bytes is None:
+        raise ValueError(f"--vram-budget {CARD} is an emulated card's, so it needs --cap-bytes")
     work.subject()
     return work
 

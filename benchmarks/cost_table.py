@@ -17,7 +17,7 @@ _SHOWN = (
     "loss_chunk",
     "cap_bytes",
 )
-_DEFAULTS = ("device", 1, None, "auto")
+_DEFAULTS = ("device", 1, None, "auto", False)
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -57,7 +57,7 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None) -> tupl
     replayed, eager = record["graph_replays"], record["eager_blocks"]
     blocks = (replayed or 0) + (eager or 0)
     return (
-        _name(record),
+        name_of(record),
         *(_gb(record[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved", "device")),
         _number(step, 3),
         _number(record["link_floor_seconds"], 3),
@@ -67,7 +67,8 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None) -> tupl
     )
 
 
-def _name(record: Mapping[str, Any]) -> str:
+def name_of(record: Mapping[str, Any]) -> str:
+    """Return the method of a record with what it was set to."""
     settings = record["settings"]
     own = [
         f"{key}={settings[key]}"

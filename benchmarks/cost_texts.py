@@ -39,3 +39,17 @@ WEIGHTS = (
     "seeded random, drawn as stored (NF4: random packed bytes and absmax, blocks of 64, no double "
     "quantisation; all else bf16), no checkpoint"
 )
+
+WEIGHTS_CHECKPOINT = "seeded random, from a bf16 checkpoint"
+
+WEIGHTS_ROLLED = (
+    "from a checkpoint that is quantised already: seeded random layers, quantised as they are "
+    "loaded, and all further layers copies of them with their bytes rolled"
+)
+
+PROCESS = (
+    "measured_before_in_process counts measurements that the same process made before this one, "
+    "with the same base: their adapters, graphs and window were dropped, adapters drawn anew and "
+    "peaks restarted; allocated_before_bytes is what the allocator held then. Kernels that they "
+    "loaded stay in peak_device_bytes."
+)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import asdict, evolve, field, frozen
-from cost_texts import WEIGHTS
+from cost_texts import WEIGHTS, WEIGHTS_CHECKPOINT, WEIGHTS_ROLLED
 
 from poros_core.gate.options import GateOptions, Subject, subject_of
 
 METHODS = ("poros", "peft", "peft-checkpointing", "accelerate-offload", "unsloth")
 CARD = "card"
+_SHARING = ("poros", "peft", "peft-checkpointing")
 _LARGEST_ON_DISK = 16e9
 
 
@@ -38,6 +39,7 @@ class Work:
         block_size: Poros' setting.
         vram_budget: Poros' setting: None, bytes, or text such as ``"16GB"`` or ``"auto"``;
             ``"card"`` is what an emulated card leaves to the allocator.
+        offload_activations: Poros' setting.
         prepare: further settings of ``poros.prepare``.
         chunk: tokens of a chunk of the loss; None means the model's own loss.
         data: a file of tokenised records, trained on with HF Trainer; None means random tokens in
@@ -46,6 +48,8 @@ class Work:
         pad_to: pad a batch of records to a multiple of so many tokens.
         direct: draw weights in place, without a checkpoint; None means for shapes whose bf16
             checkpoint is larger than 16 GB.
+        weights: of a checkpoint: ``"drawn"`` and stored in bf16, or quantised, most layers a
+            ``"rolled"`` copy of a drawn one, for shapes whose bf16 checkpoint fits nowhere.
         cap_bytes: emulate a card of that size.
         cap_reserve_bytes: of it, for graphs and for kernels that are loaded later.
     """
@@ -66,12 +70,14 @@ class Work:
     graphs: Literal["auto", "on", "off"] = "auto"
     block_size: int | Literal["all"] = 1
     vram_budget: int | str | None = None
+    offload_activations: bool = False
     prepare: Mapping[str, Any] = field(factory=dict)
     chunk: int | None = None
     data: str | None = None
     pad_to: int | None = None
     profiled: int = 0
     direct: bool | None = None
+    weights: Literal["drawn", "rolled"] = "drawn"
     cap_bytes: int | None = None
     cap_reserve_bytes: int = 600_000_000
 
@@ -100,6 +106,8 @@ class Work:
 
     def draws_directly(self) -> bool:
         """Whether weights are drawn in place."""
+        if self.weights == "rolled":
+            return False
         return bf16_bytes(self.subject()) > _LARGEST_ON_DISK if self.direct is None else self.direct
 
     def settings(self) -> dict[str, Any]:
@@ -112,6 +120,7 @@ class Work:
                 "block_size": self.block_size,
                 "vram_budget": self.vram_budget,
                 "graphs": self.graphs,
+                "offload_activations": self.offload_activations,
                 **self.prepare,
             }
         if self.cap_bytes is not None:
@@ -150,8 +159,30 @@ def described(work: Work) -> dict[str, Any]:
         "warmup": work.warmup,
         "settings": work.settings(),
         "data": None if work.data is None else Path(work.data).name,
-        "weights": WEIGHTS if work.draws_directly() else "seeded random, from a bf16 checkpoint",
+        "weights": _weights(work),
     }
+
+
+def _weights(work: Work) -> str:
+    if work.draws_directly():
+        return WEIGHTS
+    return WEIGHTS_ROLLED if work.weights == "rolled" else WEIGHTS_CHECKPOINT
+
+
+def groups(todo: Sequence[Work], *, shared: bool) -> list[list[Work]]:
+    """Return the works that one process measures, one after the other.
+
+    With ``shared``, works whose base is the same go together. A card is emulated in a process of
+    its own all the same, a profiler stays in its process, and peers leave a base as they found it
+    only where nothing hooks it.
+    """
+    found: dict[object, list[Work]] = {}
+    for number, work in enumerate(todo):
+        alone = not shared or work.cap_bytes is not None or work.profiled
+        alone = alone or work.method not in _SHARING
+        base = (work.method, work.family, work.shape, work.layers, work.precision, work.seed)
+        found.setdefault(number if alone else (*base, work.direct, work.weights), []).append(work)
+    return list(found.values())
 
 
 def as_plain(work: Work) -> dict[str, Any]:

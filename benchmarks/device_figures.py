@@ -18,30 +18,34 @@ from poros_core.host_store import HostBuffer
 LINK_BYTES = 256 * 2**20
 _COPIES = 15
 _SAMPLE_SECONDS = 0.01
+_rates: dict[int, float] = {}
+"""What this process has measured of its link, by size."""
 
 
 def link_rates(device: torch.device, sizes: Sequence[int]) -> dict[str, float]:
-    """Return bytes per second of a pinned host-to-device copy, by size in bytes."""
+    """Return bytes per second of a pinned host-to-device copy, by size in bytes. A size is measured
+    once a process."""
+    for size in set(sizes) - _rates.keys():
+        _rates[size] = _link_rate(device, size)
+    return {str(size): _rates[size] for size in sorted(set(sizes))}
+
+
+def _link_rate(device: torch.device, size: int) -> float:
     stream = torch.cuda.Stream(device)
-    rates = {}
-    for size in sorted(set(sizes)):
-        source = HostBuffer(size, device=device)
-        source.bytes.fill_(1)
-        target = torch.empty(size, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                target.copy_(source.bytes, non_blocking=True)
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(_COPIES + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                target.copy_(source.bytes, non_blocking=True)
-                mark.record()
-        torch.cuda.synchronize(device)
-        taken = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-        rates[str(size)] = size / statistics.median(taken)
-        del source, target
-    return rates
+    source = HostBuffer(size, device=device)
+    source.bytes.fill_(1)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            target.copy_(source.bytes, non_blocking=True)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_COPIES + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            target.copy_(source.bytes, non_blocking=True)
+            mark.record()
+    torch.cuda.synchronize(device)
+    return size / statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
 
 
 class _Memory(ctypes.Structure):

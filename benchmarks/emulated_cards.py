@@ -4,8 +4,10 @@
 
 A card is emulated by bounding the allocator, so that the GPU's whole use, context and graphs
 included, stays below its size; load and training run in one process under that bound. Poros gets
-the card as its budget, and once nothing but the window (--vram-budget none). Settings and exit
-status as in training_cost.py; a method that does not fit is recorded as out of memory.
+the card as its budget, and once streams everything with its optimizer's state on the host. What is
+loaded: a bf16 checkpoint with --direct no (TMPDIR must have room for it), one that is quantised
+already with --weights rolled; weights drawn in place are no load. Settings and exit status as in
+training_cost.py; a method that does not fit is recorded as out of memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from typing import Any
 from cost_options import arguments
 from training_cost import main
 
-METHODS = "poros:vram-budget=card,poros,peft-checkpointing,accelerate-offload:precision=bf16"
+METHODS = (
+    "poros:vram-budget=card,poros:optimizer-state=host,peft-checkpointing,"
+    "accelerate-offload:precision=bf16"
+)
 CARDS = "6,8,12,16,24"
 
 
@@ -42,7 +47,9 @@ def cards_table(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         settings = record["settings"]
         budget = settings.get("vram_budget")
-        name = " ".join([record["method"], record["precision"], *([str(budget)] if budget else [])])
+        own = [f"budget={budget}"] if budget else []
+        own += ["state=host"] if settings.get("optimizer_state") == "host" else []
+        name = " ".join([record["method"], record["precision"], *own])
         rows.setdefault(name, {})[settings["cap_bytes"]] = _cell(record)
     lines = [" ".join(["".ljust(30), *(f"{size / 1e9:g} GB".rjust(14) for size in sizes)])]
     for name, cells in rows.items():

@@ -1,6 +1,7 @@
 """Measure what training costs, with Poros and with what else one can use, on the same work.
 
 Each method trains in a process of its own; all of them make one run. A record goes to a file each.
+With --shared, works with the same base are measured in one process, and the base is built once.
 
     python benchmarks/training_cost.py --shape 7b --methods poros,peft,peft-checkpointing
     python benchmarks/training_cost.py --shape 32b --methods poros,poros:optimizer-state=host \
@@ -20,82 +21,26 @@ import json
 import os
 import secrets
 import shlex
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cost_options import arguments, works
-from cost_table import table
-from cost_texts import LINK_METHOD, LOOP, MEMORY_METHOD, TIME_METHOD, TRAINER_LOOP
-from cost_work import Work, as_plain, described
+from cost_process import Workers, be_a_worker
+from cost_table import name_of, table
+from cost_texts import LINK_METHOD, LOOP, MEMORY_METHOD, PROCESS, TIME_METHOD, TRAINER_LOOP
+from cost_work import Work, described, groups
 
 import poros
 
 FAILED = ("failed", "killed", "too slow")
 
-
-# one process a method
-
-
-Runner = Callable[[Work, Path | None], dict[str, Any]]
+Runner = Callable[[Sequence[Work], Path | None], Iterable[dict[str, Any]]]
 
 
-def in_a_process(work: Work, path: Path | None, *, timeout: float | None = None) -> dict[str, Any]:
-    """Measure in a process of its own; this one never touches the GPU."""
-    with tempfile.TemporaryDirectory(prefix="poros-cost-") as folder:
-        out = Path(folder) / "outcome.json"
-        own = ["--out", out, *([] if path is None else ["--path", path])]
-        code, error = _start(work, own, timeout=timeout)
-        if out.exists():
-            found: dict[str, Any] = json.loads(out.read_text())
-            return found
-    if code is None:
-        return {"outcome": "too slow", "error": f"stopped after {timeout:.0f} s"}
-    if code < 0:
-        return {"outcome": "killed", "error": f"by signal {-code}"}
-    return {"outcome": "failed", "error": error}
-
-
-def _start(
-    work: Work, own: Sequence[str | Path], *, timeout: float | None
-) -> tuple[int | None, str]:
-    """Start this script on one work; return its exit status, None if it took too long, and the
-    last line that it said."""
-    command = [sys.executable, __file__, "--worker", json.dumps(as_plain(work)), *map(str, own)]
-    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **os.environ}
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            check=False,
-            timeout=timeout,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
-        return None, ""
-    lines = done.stderr.strip().splitlines()
-    if done.returncode:
-        print("\n".join(lines[-15:]), file=sys.stderr)
-    return done.returncode, lines[-1] if lines else f"exit status {done.returncode}"
-
-
-def work_here(options: argparse.Namespace) -> None:
-    """Be the process of one method, or the one that writes the checkpoint."""
-    from cost_measure import outcome
-    from cost_models import write_checkpoint
-
-    work = Work(**json.loads(options.worker))
-    if options.checkpoint:
-        write_checkpoint(work, options.path)
-        return
-    options.out.write_text(json.dumps(outcome(work, options.path)))
-
-
-def checkpoint_for(work: Work, folder: Path, *, timeout: float | None) -> Path | None:
+def checkpoint_for(work: Work, folder: Path, *, workers: Workers) -> Path | None:
     """Return the checkpoint that the work loads, written if it is not there; None if it needs none.
 
     Raises:
@@ -103,15 +48,10 @@ def checkpoint_for(work: Work, folder: Path, *, timeout: float | None) -> Path |
     """
     if work.draws_directly():
         return None
-    path = folder / f"{work.shape}-{work.layers}-{work.seed}"
+    path = folder / f"{work.shape}-{work.layers}-{work.seed}-{work.weights}"
     if not path.exists():
-        code, error = _start(work, ["--checkpoint", "--path", path], timeout=timeout)
-        if code != 0:
-            raise RuntimeError(f"the random checkpoint could not be written: {error}")
+        workers.write_checkpoint(work, path)
     return path
-
-
-# the run
 
 
 def record_of(
@@ -139,7 +79,8 @@ def record_of(
     streamed = rest.get("bytes_streamed_per_step")
     floor = streamed / link if streamed and link else None
     median = (rest.get("step_seconds") or {}).get("median")
-    devices = [rest.get("peak_device_bytes"), rest.get("build_peak_device_bytes")]
+    kinds = ("peak_device_bytes", "peak_device_bound_bytes", "build_peak_device_bytes")
+    devices = [rest.get(kind) for kind in kinds]
     device = max((nbytes for nbytes in devices if nbytes), default=None)
     figures: dict[str, Any] = dict.fromkeys(
         (
@@ -159,7 +100,7 @@ def record_of(
         "step_over_floor": median / floor if floor and median else None,
         "within_cap": None if not (work.cap_bytes and device) else device <= work.cap_bytes,
         "loop": LOOP if work.data is None else TRAINER_LOOP,
-        "measured_how": f"{TIME_METHOD} {MEMORY_METHOD} {LINK_METHOD}",
+        "measured_how": f"{TIME_METHOD} {MEMORY_METHOD} {LINK_METHOD} {PROCESS}",
         "allocator_settings": os.environ.get("PYTORCH_ALLOC_CONF")
         or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "run_id": run_id,
@@ -176,30 +117,37 @@ def run(
     checkpoint: Callable[[Work], Path | None],
     json_dir: Path | None,
     command: str,
+    shared: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure every work in turn; a record is written as soon as it is known.
 
     The link's rate is the highest that any process of the run measured, so a record is written
     again when a later process measured a higher one.
     """
-    now = datetime.datetime.now(datetime.UTC)
-    run_id = f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+    started = datetime.datetime.now(datetime.UTC)
+    run_id = f"{started:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
     done: list[tuple[Work, dict[str, Any], str]] = []
     records: list[dict[str, Any]] = []
-    for work in todo:
-        found = runner(work, checkpoint(work))
-        done.append((work, found, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S+00:00}"))
-        rates = [rate for _, found, _ in done for rate in (found.get("link") or {}).values()]
-        link = max(rates, default=None)
-        records = [
-            record_of(each, found, run_id=run_id, link=link, command=command, date=date)
-            for each, found, date in done
-        ]
-        if json_dir is not None:
-            write(records, json_dir)
-        print(f"{work.method}: {records[-1]['outcome']}", file=sys.stderr, flush=True)
+    for group in groups(todo, shared=shared):
+        for work, found in zip(group, runner(group, checkpoint(group[0])), strict=True):
+            now = datetime.datetime.now(datetime.UTC)
+            done.append((work, found, f"{now:%Y-%m-%dT%H:%M:%S+00:00}"))
+            rates = [rate for _, found, _ in done for rate in (found.get("link") or {}).values()]
+            link = max(rates, default=None)
+            records = [
+                record_of(each, found, run_id=run_id, link=link, command=command, date=date)
+                for each, found, date in done
+            ]
+            if json_dir is not None:
+                write(records, json_dir)
+            print(f"{_said(records[-1])}", file=sys.stderr, flush=True)
     print(table(records))
     return records
+
+
+def _said(record: Mapping[str, Any]) -> str:
+    step = record["step_seconds"]
+    return f"{name_of(record)}: {record['outcome']}" + (f", {step['median']:.4f} s" if step else "")
 
 
 def write(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -224,21 +172,27 @@ def main(
         also: makes of the records what is printed below the table.
     """
     if options.worker:
-        work_here(options)
+        be_a_worker()
         return 0
     try:
         todo = works(options)
-    except (ValueError, KeyError, poros.PorosError) as error:
+        if options.json_dir is not None:
+            options.json_dir.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError, poros.PorosError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="poros-cost-") as folder:
-        records = run(
-            todo,
-            runner=lambda work, path: in_a_process(work, path, timeout=options.timeout),
-            checkpoint=lambda work: checkpoint_for(work, Path(folder), timeout=options.timeout),
-            json_dir=options.json_dir,
-            command=shlex.join(["python", *sys.argv]),
-        )
+        jobs = len(groups(todo, shared=options.shared))
+        jobs += any(not work.draws_directly() for work in todo)
+        with Workers(jobs, timeout=options.timeout, talkative=options.talkative) as workers:
+            records = run(
+                todo,
+                runner=workers.measure,
+                checkpoint=lambda work: checkpoint_for(work, Path(folder), workers=workers),
+                json_dir=options.json_dir,
+                command=shlex.join(["python", *sys.argv]),
+                shared=options.shared,
+            )
     if also is not None:
         print(also(records))
     return 1 if any(record["outcome"] in FAILED for record in records) else 0

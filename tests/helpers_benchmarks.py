@@ -13,8 +13,9 @@ from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 _MODULES = (
-    *("training_cost", "cost_work", "cost_measure", "cost_options", "cost_table", "direct_weights"),
-    *("real_loop", "step_profile", "trace_reading", "plots", "emulated_cards", "device_figures"),
+    *("cost_process", "training_cost", "cost_work", "cost_measure", "cost_models", "cost_options"),
+    *("cost_table", "direct_weights", "real_loop", "step_profile", "trace_reading", "plots"),
+    *("emulated_cards", "device_figures"),
 )
 
 
@@ -36,4 +37,15 @@ def cost(bench: Any, *argv: str) -> list[Any]:
 
 def here(bench: Any) -> Any:
     """Return what measures in this process, so that a test imports torch once."""
-    return lambda work, path: json.loads(json.dumps(bench.cost_measure.outcome(work, path)))
+
+    def runner(works: Any, path: Any) -> Any:
+        for found in bench.cost_measure.outcomes(works, path):
+            yield json.loads(json.dumps(found))
+
+    return runner
+
+
+def found_of(bench: Any, work: Any) -> dict[str, Any]:
+    """Measure one work in this process."""
+    [found] = here(bench)([work], None)
+    return dict(found)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_benchmarks import cost, here, scripts
+from helpers_benchmarks import cost, found_of, here, scripts
+
+from poros_core.errors import SettingsError
 
 FIELDS = {
     *("kind", "method", "family", "shape", "precision", "seq_len", "batch", "rank", "dropout"),
@@ -34,7 +36,7 @@ def test_training_cost_records_every_method_of_a_run(
         cost(
             bench,
             *("--methods", methods, "--seq-len", "8", "--layers", "2"),
-            *("--prepare", "offload_activations=true"),
+            *("--offload-activations", "yes"),
         ),
         runner=here(bench),
         checkpoint=lambda work: None,
@@ -78,26 +80,126 @@ def test_accelerate_offload_trains_a_plain_base(bench: Any) -> None:
             "1",
         ),
     )
-    found = [here(bench)(work, None) for work in (offloaded, resident)]
+    found = [found_of(bench, work) for work in (offloaded, resident)]
     assert [each["outcome"] for each in found] == ["trained", "trained"]
     assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-3)
 
 
-def test_a_method_that_fails_is_reported_and_the_run_goes_on(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def act(monkeypatch: pytest.MonkeyPatch, bench: Any, *, says: str, then: str) -> None:
+    """Let a process print a line to its file of outcomes for each work, and then do something."""
+    text = (
+        "import json, os, sys, time; job = json.load(sys.stdin); out = open(job['out'], 'a'); "
+        f"works = job['works']; {says}; out.close(); {then}"
+    )
+    Popen = bench.cost_process.subprocess.Popen
+
+    def start(command: list[str], **settings: Any) -> Any:
+        return Popen([command[0], "-c", text], **settings)
+
+    monkeypatch.setattr(bench.cost_process.subprocess, "Popen", start)
+
+
+FIRST = "out.write(json.dumps({'outcome': 'trained', 'error': str(len(works))}) + '\\n')"
+
+
+def test_a_method_that_fails_is_reported(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     work = cost(bench, "--methods", "poros")[0]
-    for code, outcome in ((1, "failed"), (-9, "killed"), (None, "too slow")):
-        monkeypatch.setattr(
-            bench.training_cost, "_start", lambda *a, code=code, **k: (code, "OSError: disk")
-        )
-        found = bench.training_cost.in_a_process(work, None, timeout=3.0)
-        assert found["outcome"] == outcome
+    for then, outcome, error in (
+        ("sys.exit('OSError: disk')", "failed", "OSError: disk"),
+        ("os.kill(os.getpid(), 9)", "killed", "by signal 9"),
+        ("time.sleep(60)", "too slow", "stopped after 1 s"),
+    ):
+        with monkeypatch.context() as patch:
+            act(patch, bench, says="pass", then=then)
+            with bench.cost_process.Workers(timeout=1.0) as workers:
+                [found] = workers.measure([work], None)
+        assert found == {"outcome": outcome, "error": error}
         record = bench.training_cost.record_of(
             work, found, run_id="r", link=None, command="c", date="d"
         )
         assert record["step_seconds"] is None
         assert outcome in bench.cost_table.table([record])
+
+
+def test_what_one_process_did_not_measure_the_next_one_does(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    todo = cost(bench, "--methods", "poros", "--sweep", "block-size=1,2,3")
+    act(monkeypatch, bench, says=FIRST, then="len(works) == 2 and sys.exit('too much')")
+    with bench.cost_process.Workers(3) as workers:
+        found = list(workers.measure(todo, None))
+    assert [(each["outcome"], each["error"]) for each in found] == [
+        ("trained", "3"),
+        ("trained", "2"),
+        ("failed", "too much"),
+    ]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    work = cost(bench, "--methods", "poros", "--direct", "no")[0]
+    act(monkeypatch, bench, says="assert job['checkpoint']", then="sys.exit('no room')")
+    with (
+        bench.cost_process.Workers() as workers,
+        pytest.raises(RuntimeError, match="could not be written: no room"),
+    ):
+        bench.training_cost.checkpoint_for(work, tmp_path, workers=workers)
+
+
+def test_one_process_measures_what_shares_a_base(bench: Any, tmp_path: Path) -> None:
+    """Each starts from the same base and fresh adapters: as if it were alone."""
+    todo = cost(
+        bench,
+        *("--methods", "poros:block-size=all:optimizer-state=host,peft-checkpointing,poros"),
+        *("--layers", "2", "--seq-len", "4", "--batch", "1", "--sweep", "seq-len=4"),
+    )
+    groups = bench.cost_work.groups(todo, shared=True)
+    assert [[work.method for work in group] for group in groups] == [
+        ["poros", "poros"],
+        ["peft-checkpointing"],
+    ]
+    records = bench.training_cost.run(
+        todo,
+        runner=here(bench),
+        checkpoint=lambda work: None,
+        json_dir=tmp_path,
+        command="c",
+        shared=True,
+    )
+    assert [record["measured_before_in_process"] for record in records] == [0, 1, 0]
+    assert records[0]["settings"]["block_size"] == "all"
+    assert records[0]["losses"] == records[1]["losses"] == records[2]["losses"]
+    alone = cost(bench, "--methods", "poros,poros:cap-bytes=6e9,poros:profiled=1,unsloth,unsloth")
+    assert [len(group) for group in bench.cost_work.groups(alone, shared=True)] == [1] * 5
+    assert [len(group) for group in bench.cost_work.groups([*todo, *todo], shared=False)] == [1] * 6
+
+
+def test_a_process_ends_where_the_device_is_not_clear(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    todo = cost(bench, "--methods", "poros", "--layers", "1", "--sweep", "seq-len=4,5")
+    measured = bench.cost_measure
+    monkeypatch.setattr(measured.Bench, "measure", lambda self, work: {})
+    monkeypatch.setattr(measured.Bench, "clear", lambda self: False)
+    assert len(list(measured.outcomes(todo, None))) == 1
+    monkeypatch.setattr(measured.Bench, "clear", lambda self: True)
+    assert len(list(measured.outcomes(todo, None))) == 2
+
+
+def test_rolled_weights_are_loaded_from_a_quantised_checkpoint(bench: Any, tmp_path: Path) -> None:
+    [work] = cost(
+        bench,
+        *("--methods", "poros", "--direct", "auto", "--weights", "rolled", "--layers", "2"),
+        *("--seq-len", "4", "--batch", "1"),
+    )
+    assert not work.draws_directly()
+    bench.cost_models.write_checkpoint(work, tmp_path / "rolled")
+    config = json.loads((tmp_path / "rolled" / "config.json").read_text())
+    assert config["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+    [found] = here(bench)([work], tmp_path / "rolled")
+    assert found["outcome"] == "trained"
+    assert "rolled" in bench.cost_work.described(work)["weights"]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +209,16 @@ def test_a_method_that_fails_is_reported_and_the_run_goes_on(
         (["--methods", "poros:colour=red"], "'colour' is none of"),
         (["--methods", "poros", "--steps", "9"], "10 steps or more"),
         (["--methods", "poros", "--prepare", "odd"], "no NAME=VALUE"),
+        (["--methods", "poros", "--prepare", "graphs=off"], "--prepare graphs is --graphs"),
+        (["--methods", "poros:optimizer-state=disk"], "'disk' is none of device, host"),
+        (["--methods", "poros:weights=rolled"], "rolled weights come from a checkpoint"),
+        (["--methods", "poros", "--vram-budget", "12XB"], "--vram-budget must be a size"),
+        (["--methods", "poros", "--vram-budget", "card"], "needs --cap-bytes"),
         (["--methods", "poros", "--sweep", "colour=red"], "'colour' is none of"),
     ],
 )
 def test_bad_input_is_named(bench: Any, argv: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, SettingsError), match=message):
         cost(bench, *argv)
 
 
@@ -170,6 +277,12 @@ def records(tmp_path: Path) -> Path:
     return path
 
 
+def test_records_that_are_not_there_are_named(bench: Any, tmp_path: Path) -> None:
+    line = ["--shape", "tiny", "--data", str(tmp_path / "none"), "--methods", "poros"]
+    with pytest.raises(ValueError, match="there is no file"):
+        bench.cost_options.works(bench.cost_options.arguments(line, about=None, data=True))
+
+
 def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
     bench: Any, records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,15 +315,15 @@ def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
 def test_out_of_memory_says_when(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     work = cost(bench, "--methods", "poros")[0]
 
-    def full(*args: Any) -> None:
+    def full(*args: Any, **settings: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
 
     monkeypatch.setattr(bench.cost_measure.cost_loop, "train", full)
-    found = here(bench)(work, None)
+    found = found_of(bench, work)
     assert found["outcome"] == "out of memory"
     assert found["error"] == "while training: CUDA out of memory. Tried to allocate"
-    monkeypatch.setattr(bench.cost_measure, "build", full)
-    assert here(bench)(work, None)["error"].startswith("while loading: CUDA out of memory")
+    monkeypatch.setattr(bench.cost_models, "_base", full)
+    assert found_of(bench, work)["error"].startswith("while loading: CUDA out of memory")
 
 
 def test_step_profile_adds_the_hosts_time_to_a_record(
