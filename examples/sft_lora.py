@@ -17,8 +17,10 @@ torch.manual_seed(0)
 
 with poros.deterministic():  # so that a GPU, too, gives the same bits twice
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=nf4)
-    model = get_peft_model(model, LoraConfig(lora_dropout=0.1, target_modules="all-linear"))
+    model = get_peft_model(model, LoraConfig(r=16, lora_dropout=0.1, target_modules="all-linear"))
     model = poros.prepare(model)  # the line; without it, the same adapter from a resident base
-    training = SFTConfig(output, max_steps=20, bf16=True, use_cpu=cpu)
+    training = SFTConfig(
+        output, max_steps=20, per_device_train_batch_size=1, bf16=True, use_cpu=cpu
+    )
     SFTTrainer(model, training, train_dataset=Dataset.from_json(data)).train()
 model.save_pretrained(output)

@@ -16,7 +16,7 @@ torch.manual_seed(0)
 
 with poros.deterministic():  # so that a GPU, too, gives the same bits twice
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=nf4)
-    model = get_peft_model(model, LoraConfig(lora_dropout=0.1, target_modules="all-linear"))
+    model = get_peft_model(model, LoraConfig(r=16, lora_dropout=0.1, target_modules="all-linear"))
     model = poros.prepare(model)  # the line; without it, the same adapter from a resident base
     tokenizer = AutoTokenizer.from_pretrained(path)
     rows = Dataset.from_json(data).map(lambda row: tokenizer(row["text"], text_target=row["text"]))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from poros_core.demo_model import write_demo_checkpoint
 from poros_core.errors import GateError
 from poros_core.gate import GateOptions, arms, run
 from poros_core.gate.arms import Arm
@@ -616,9 +617,11 @@ def test_a_kernel_without_a_deterministic_version_is_named() -> None:
 def test_training_loops_give_equal_adapter_files(loop: str, tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "trainer_parity.py"
     file = tmp_path / "record.json"
-    command = [sys.executable, str(script), "--loop", loop, "--shape", "tiny", "--steps", "3"]
-    subprocess.run([*command, "--json", str(file)], check=True)
+    write_demo_checkpoint(tmp_path / "small", seed=0)
+    command = [sys.executable, str(script), "--loop", loop, "--model", str(tmp_path / "small")]
+    subprocess.run([*command, "--steps", "3", "--seq-len", "32", "--json", str(file)], check=True)
     record = json.loads(file.read_text())
     assert (record["kind"], record["verdict"]) == ("training-loop-parity", "exact")
     assert record["adapter_equal"] is True
+    assert list(record["arms"]) == ["plain", "prepared", "poros"]
     assert record["arms"]["poros"]["counters"]["bytes_streamed"] > 0
