@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from poros._extras import missing_extra
 
 if TYPE_CHECKING:
+    from poros_core.accumulate import accumulate
     from poros_core.chunked_loss import chunked_cross_entropy, chunked_loss
     from poros_core.determinism import deterministic
     from poros_core.errors import (
@@ -47,6 +48,7 @@ __all__ = [
     "StatsCallback",
     "UnsupportedModelError",
     "__version__",
+    "accumulate",
     "chunked_cross_entropy",
     "chunked_loss",
     "deterministic",
@@ -69,6 +71,7 @@ _HOMES = {
     "StateError": "poros_core.errors",
     "StatsCallback": "poros_core.stats_callback",
     "UnsupportedModelError": "poros_core.errors",
+    "accumulate": "poros_core.accumulate",
     "chunked_cross_entropy": "poros_core.chunked_loss",
     "chunked_loss": "poros_core.chunked_loss",
     "deterministic": "poros_core.determinism",

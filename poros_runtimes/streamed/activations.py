@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from attrs import define, field
@@ -100,6 +102,10 @@ class KeptActivation:
     def before(self) -> KeptActivation | None:
         """The one whose backward comes next, while it is there."""
         return None if self._before is None else self._before()
+
+    def come_before(self, other: KeptActivation) -> None:
+        """The backward of ``other`` comes after this one's, whatever was said when it was kept."""
+        self._before = weakref.ref(other)
 
     def release(self) -> None:
         """Give the host memory back: no backward will ask for it."""
@@ -220,6 +226,24 @@ class HostActivations:
             self._out.wait(flight.event)
 
     # -- a backward ----------------------------------------------------------------------------
+
+    def interleave(self, tokens: Sequence[BackwardToken]) -> None:
+        """Each block's backwards of some calls will come together, the first call's first; see
+        [Note: Block-major order]."""
+        chains = [list(self._chain(token)) for token in tokens]
+        if len({len(chain) for chain in chains}) > 1:
+            return  # the calls differ in their blocks, and bring each other's back out of turn
+        order = [kept for level in zip(*chains, strict=True) for kept in level]
+        for kept, following in pairwise(order):
+            kept.come_before(following)
+
+    def _chain(self, token: BackwardToken) -> Iterator[KeptActivation]:
+        """Yield what was kept of a call, last first."""
+        last = self._last.get(token)
+        kept = None if last is None else last()
+        while kept is not None:
+            yield kept
+            kept = kept.before
 
     def bring_back(self, kept: KeptActivation) -> torch.Tensor:
         """Return a hidden state in device memory of its own, and start on the next.

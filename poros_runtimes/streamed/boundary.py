@@ -29,6 +29,7 @@ from poros_runtimes.streamed.block import (
     TrainedPlace,
     make_call,
 )
+from poros_runtimes.streamed.cuts import Cut
 
 __all__ = [
     "BlockResult",
@@ -66,6 +67,7 @@ def run_block(
     shared: Sequence[str] = (),
     token: BackwardToken | None = None,
     thread: bool = False,
+    cut: Cut | None = None,
 ) -> BlockResult:
     """Run one block: through the autograd boundary if anything in it wants gradients.
 
@@ -79,10 +81,14 @@ def run_block(
         token: the decoder call's count of backwards to come, if there is such a call.
         thread: also return the hidden state that entered, for a loss that reads it: gradients of
             the two uses must meet in the order in which a resident run adds them.
+        cut: cuts the graph around the block; None leaves it whole.
     """
     block.refresh()
     call, entering = make_call(block, calls, shared_names=shared, thread=thread)
     tensors = [hidden, *entering]
+    del hidden, entering
+    if cut is not None:
+        tensors = cut.enter(tensors)
     with record_function(f"poros forward block {block.name}"):
         if not torch.is_grad_enabled() or not (
             call.trained or any(tensor.requires_grad for tensor in tensors)
@@ -91,7 +97,7 @@ def run_block(
             output, *found = call.run(tensors, block.passing)
             call.hand_out(found)
             return BlockResult(output, None)
-        call.state = capture(hidden.device, block.modules)
+        call.state = capture(tensors[0].device, block.modules)
         call.note_arguments()
         results: tuple[torch.Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
             call,
@@ -102,7 +108,7 @@ def run_block(
             *tensors,
             *(p for _, _, p in call.trained),
         )
-    output, *found = results
+    output, *found = results if cut is None else cut.leave(results)
     entered = found.pop() if thread else None
     call.hand_out(found)
     return BlockResult(output, entered)

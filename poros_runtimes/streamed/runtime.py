@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,9 @@ from poros_runtimes.streamed.attach import (
     guard_root,
 )
 from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, isolated
-from poros_runtimes.streamed.boundary import run_block
+from poros_runtimes.streamed.block_major import BlockMajor, MicroBatch
+from poros_runtimes.streamed.boundary import BlockResult, run_block
+from poros_runtimes.streamed.cuts import Cut
 from poros_runtimes.streamed.model_calls import (
     refuse_filled_cache,
     refuse_merge,
@@ -40,13 +43,23 @@ __all__ = ["StreamedHandle"]
 class _DecoderCall:
     """One forward of the decoder: how it groups layers, and the group that is being gathered."""
 
-    def __init__(self, blocks: Mapping[int, Block], *, thread: bool) -> None:
+    def __init__(
+        self, blocks: Mapping[int, Block], *, thread: bool, part: MicroBatch | None
+    ) -> None:
         self.blocks = blocks
         self.thread = thread
+        self.part = part
         self.entered_behind: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.token = BackwardToken()
         self.pending: list[LayerCall] = []
         self.entered: torch.Tensor | None = None
+
+
+class _Followed(threading.local):
+    """What the calling thread is in the midst of."""
+
+    call: _DecoderCall | None = None
+    part: MicroBatch | None = None
 
 
 class StreamedHandle:
@@ -59,7 +72,8 @@ class StreamedHandle:
         self.clock = StepClock()
         self._store = store
         self._layers = [unit.module for unit in plan.layers]
-        self._call: _DecoderCall | None = None
+        self._followed = _Followed()
+        self._accumulating = False
         self._attachments = Attachments()
         self._put_back: list[Callable[[], None]] = []
         self._streamed = [param for unit in plan.units() for _, _, param in unit.places]
@@ -129,17 +143,14 @@ class StreamedHandle:
     # -- following a forward -----------------------------------------------------------------
 
     def _decoder_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self.clock.mark(
-                self.counters(),
-                tokens=tokens_in(args, kwargs),
-                stalled=self.units.stalled_seconds,
-            )
-        self._begin_forward(args, kwargs)
+        followed = self._followed
+        part = followed.part if torch.is_grad_enabled() else None
         thread = wants_hidden_states(self.plan.decoder, kwargs)
         single = thread or self._layers_hooked()
-        call = _DecoderCall(self._singles if single else self._blocks, thread=thread)
-        outer, self._call = self._call, call
+        blocks = self._singles if single else self._blocks
+        call = _DecoderCall(blocks, thread=thread, part=part)
+        self._begin_forward(call, args, kwargs)
+        outer, followed.call = followed.call, call
         try:
             with checkpointing_off(self._layers):
                 output = original(*args, **kwargs)
@@ -149,7 +160,7 @@ class StreamedHandle:
                     "block_size=1."
                 )
         finally:
-            self._call = outer
+            followed.call = outer
         return self._end_forward(output, call)
 
     def _layers_hooked(self) -> bool:
@@ -162,8 +173,13 @@ class StreamedHandle:
             for hook in hooks.values()
         )
 
-    def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _begin_forward(
+        self, call: _DecoderCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        tokens = tokens_in(args, kwargs)
         if torch.is_grad_enabled():
+            if call.part is None:
+                self._mark(tokens)
             refuse_filled_cache([*args, *kwargs.values()])
             if any(param.requires_grad for param in self._streamed):
                 raise StateError(
@@ -171,7 +187,14 @@ class StreamedHandle:
                     "poros.unprepare(model), choose what trains, then prepare it again."
                 )
         self._refuse_merged()
-        self.units.begin_forward()
+        if call.part is None:
+            self.units.begin_forward()
+        else:
+            call.part.begin(call.token, tokens=tokens)
+
+    def _mark(self, tokens: int) -> None:
+        """Tell the clock that a step with so many tokens starts."""
+        self.clock.mark(self.counters(), tokens=tokens, stalled=self.units.stalled_seconds)
 
     def _refuse_merged(self) -> None:
         if any(tuner.merged for tuner in tuners(self._blocks.values())):
@@ -183,7 +206,10 @@ class StreamedHandle:
     def _end_forward(self, output: Any, call: _DecoderCall) -> Any:
         hidden: torch.Tensor = output[0]
         backward = torch.is_grad_enabled() and hidden.requires_grad
-        self.units.end_forward(call.token, backward=backward)
+        if call.part is None:
+            self.units.end_forward(call.token, backward=backward)
+        else:
+            call.part.at_end(backward=backward)
         if not backward:
             return output
         bounded: torch.Tensor = _DecoderOutput.apply(self.units, call.token, hidden)  # type: ignore[no-untyped-call]
@@ -197,7 +223,7 @@ class StreamedHandle:
         else:
             hidden = kwargs.pop("hidden_states")
         this = isolated(LayerCall(index, args, kwargs), training=self._layers[index].training)
-        call = self._call
+        call = self._followed.call
         if call is None:
             return self._run(self._singles[index], hidden, [this], None)
         block = call.blocks[index]
@@ -224,6 +250,21 @@ class StreamedHandle:
         calls: Sequence[LayerCall],
         call: _DecoderCall | None,
     ) -> torch.Tensor:
+        run = partial(self._run_block, block, hidden, calls, call)
+        part = None if call is None else call.part
+        result = run() if part is None else part.at_block(block, run)
+        if call is not None and result.entered is not None:
+            call.entered_behind.append((hidden, result.entered))
+        return result.hidden
+
+    def _run_block(
+        self,
+        block: Block,
+        hidden: torch.Tensor,
+        calls: Sequence[LayerCall],
+        call: _DecoderCall | None,
+        cut: Cut | None = None,
+    ) -> BlockResult:
         result = run_block(
             block,
             hidden,
@@ -233,12 +274,44 @@ class StreamedHandle:
             shared=self.plan.shared,
             token=None if call is None else call.token,
             thread=call is not None and call.thread,
+            cut=cut,
         )
         if result.hidden.requires_grad:
             self.units.wants_backward(block.layers.start)
-        if call is not None and result.entered is not None:
-            call.entered_behind.append((hidden, result.entered))
-        return result.hidden
+        return result
+
+    # -- several micro-batches -----------------------------------------------------------------
+
+    def accumulate(
+        self, losses: Sequence[Callable[[], torch.Tensor]], *, scale: float | None
+    ) -> list[torch.Tensor]:
+        """Accumulate the gradients of some micro-batches; see ``Accumulating``."""
+        if self._accumulating:
+            raise StateError(
+                "poros.accumulate() was called inside of a loss that poros.accumulate() is "
+                "computing. Give all micro-batches to one call."
+            )
+
+        def follow(loss: Callable[[], torch.Tensor], part: MicroBatch) -> torch.Tensor:
+            self._followed.part = part
+            return loss()
+
+        self._accumulating = True
+        try:
+            parts = [
+                MicroBatch(partial(follow, loss), number=number, device=self.plan.device)
+                for number, loss in enumerate(losses)
+            ]
+            self.units.begin_forward()
+            return BlockMajor(
+                parts,
+                units=self.units,
+                model=self.plan.model,
+                layers=self._layers,
+                mark=self._mark,
+            ).run(scale=scale)
+        finally:
+            self._accumulating = False
 
     # -- the handle ----------------------------------------------------------------------------
 
