@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections.abc import Iterable
@@ -30,6 +31,9 @@ _log = get_logger("host_store")
 ALIGNMENT = 256
 """Bytes. The CUDA allocator aligns to 512 and kernels choose by alignment up to 256 at most; a
 smaller alignment than a resident run's could select other kernels, and other bits."""
+
+_POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE`` (madvise(2), Linux 5.14): make all pages of a range now."""
 
 _REGISTER_PORTABLE_MAPPED = 0x01 | 0x02
 """``cudaHostRegisterPortable | cudaHostRegisterMapped`` (CUDA runtime API, memory management)."""
@@ -128,7 +132,14 @@ class HostBuffer:
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
         if self.locked:
+            _populate(self)
             _page_lock(self, device)
+
+    def shrink(self, nbytes: int) -> None:
+        """Leave out what is behind the first ``nbytes`` bytes, of which nothing is used."""
+        assert nbytes <= self.nbytes
+        self.nbytes = nbytes
+        self.bytes = self.bytes[:nbytes]
 
     def will_need(self) -> None:
         """Do nothing: it is in memory."""
@@ -163,6 +174,15 @@ def _say_short(nbytes: int, free: int, device: torch.device) -> None:
     raise PrepareError(
         f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more are needed, and "
         f"{free / 1e9:.2f} GB are available. Free memory, or use a smaller model."
+    )
+
+
+def _populate(buffer: HostBuffer) -> None:
+    """Have all pages made now, while other threads run and CUDA is free. Where the system cannot,
+    page-locking does it."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise(
+        ctypes.c_void_p(buffer.bytes.data_ptr()), ctypes.c_size_t(buffer.nbytes), _POPULATE_WRITE
     )
 
 

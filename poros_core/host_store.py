@@ -226,14 +226,24 @@ class HostStore:
                 image.park()
                 return self._narrow(image, refs)
         staged = staged or any(image.ring is not None for image in known.values())
-        entries, nbytes = layout(refs)
-        buffer = HostBuffer(nbytes, device=self.device, locked=not staged)
-        fill(buffer, entries)
+        entries, buffer = self.lay_out(refs, staged=staged)
         self._images = [other for other in self._images if id(other) not in known]
         for image in known.values():
             if image.ring is not None:
                 image.ring.leave(image)
         return self.place(entries, buffer, staged=staged)
+
+    def lay_out(
+        self, refs: Sequence[TensorRef], *, staged: bool = False
+    ) -> tuple[list[TensorEntry], HostBuffer]:
+        """Copy the tensors of one unit into a stretch of its own, which is to be placed then.
+
+        The store stays as it is, so several threads may lay units out at once.
+        """
+        entries, nbytes = layout(refs)
+        buffer = HostBuffer(nbytes, device=self.device, locked=not staged)
+        fill(buffer, entries)
+        return entries, buffer
 
     def place(
         self, entries: Sequence[TensorEntry], buffer: HostMemory, *, staged: bool = False

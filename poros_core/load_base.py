@@ -17,6 +17,7 @@ import torch
 from attrs import field, frozen
 from torch import nn
 
+from poros_core.berths import Berths
 from poros_core.errors import PrepareError, SettingsError
 from poros_core.finite import FiniteCheck
 from poros_core.host_mode import HostChoice, HostMode, choose_host, read_limits
@@ -29,6 +30,7 @@ from poros_core.packed_entry import Entry, EntryWriter, entry_name
 from poros_core.packed_file import DamagedFile
 from poros_core.packing import LoadedBase, named_refs, pack, unpack
 from poros_core.packing_strategy import BaseSizes, PackingStrategy
+from poros_core.placing import place_units
 from poros_core.plan import build_plan
 from poros_core.plugins import plugins
 from poros_core.prepare import STORE
@@ -136,16 +138,15 @@ def _from_checkpoint(job: LoadJob, key: Mapping[str, Any] | None, choice: HostCh
         assert job.cache is not None
         assert key is not None
         return _mapped(job, job.cache, key, choice)
-    model = _loaded(job, land_in_memory)
-    base = _planned(model, job, _store(job, choice))
-    units = [unit for unit in base.plan.units() if unit.refs]
-    nbytes = sum(ref.get().nbytes for unit in units for ref in unit.refs)
-    job.observer.stage("placing the base", nbytes)
-    for unit in units:
-        staged = choice.mode != "pinned" and unit in base.plan.layers
-        image = base.store.adopt(unit.refs, staged=staged)
-        assert image is not None
-        job.observer.advance(image.nbytes)
+    staged = choice.mode != "pinned"
+    with Berths(job.request.family, job.request.device, locked=not staged) as berths:
+        model = _loaded(job, land_in_memory, berths=berths)
+        base = _planned(model, job, _store(job, choice))
+        nbytes = sum(ref.get().nbytes for unit in base.plan.units() for ref in unit.refs)
+        job.observer.stage("placing the base", nbytes)
+        place_units(
+            base.plan, base.store, berths=berths, staged=staged, advance=job.observer.advance
+        )
     _move_the_rest(base, job.request.device)
     _check_finite(base, job.request.path)
     if job.cache is not None and key is not None:
@@ -238,9 +239,11 @@ def _store(job: LoadJob, choice: HostChoice) -> HostStore:
     return HostStore(device, home=True, ring=ring)
 
 
-def _loaded(job: LoadJob, land: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def _loaded(
+    job: LoadJob, land: Callable[[torch.Tensor], torch.Tensor], *, berths: Berths | None = None
+) -> nn.Module:
     job.observer.stage("reading the checkpoint", _weight_bytes(job))
-    request = attrs.evolve(job.request, land=land, advance=job.observer.advance)
+    request = attrs.evolve(job.request, land=land, berths=berths, advance=job.observer.advance)
     model = job.strategy.load(request)
     for param in model.parameters():
         param.requires_grad_(False)

@@ -160,7 +160,8 @@ def _write_unit(
     names: Mapping[tuple[int, str], str],
     writer: EntryWriter,
 ) -> PackedFile:
-    pieces = [_piece(names[entry.ref.key], entry) for entry in entries]
+    lying = sorted(entries, key=lambda entry: entry.offset)
+    pieces = [_piece(names[entry.ref.key], entry) for entry in lying]
     return writer.write(file, pieces, [content], unit=unit.name, nbytes=len(content))
 
 
@@ -189,10 +190,10 @@ def unpack(
         PrepareError: host memory cannot be had or page-locked.
     """
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        reads = [
-            pool.submit(_read_unit, entry, record, request.device, mode, advance)
-            for record in entry.units
-        ]
+        reads = {
+            record.file: pool.submit(_read_unit, entry, record, request.device, mode, advance)
+            for record in sorted(entry.units, key=lambda record: -record.nbytes)
+        }
         try:
             model = skeleton(request, entry.described)
             for param in model.parameters():
@@ -271,18 +272,19 @@ def _bind_units(
     entry: Entry,
     plan: BlockPlan,
     refs: Mapping[str, TensorRef],
-    reads: Sequence[Future[tuple[HostMemory, bool]]],
+    reads: Mapping[str, Future[tuple[HostMemory, bool]]],
     store: HostStore,
 ) -> None:
     names = {ref.key: name for name, ref in refs.items()}
     units = _units(plan)
     if [unit.name for unit in units] != [record.unit for record in entry.units]:
         raise DamagedFile("it holds other units than the model has")
-    for unit, record, read in zip(units, entry.units, reads, strict=True):
-        if [names[ref.key] for ref in unit.refs] != [piece.name for piece in record.pieces]:
+    for unit, record in zip(units, entry.units, strict=True):
+        pieces = {piece.name: piece for piece in record.pieces}
+        if sorted(names[ref.key] for ref in unit.refs) != sorted(pieces):
             raise DamagedFile(f"{record.file} holds other tensors than {unit.name} has")
-        entries = [_entry(ref, piece) for ref, piece in zip(unit.refs, record.pieces, strict=True)]
-        buffer, staged = read.result()
+        entries = [_entry(ref, pieces[names[ref.key]]) for ref in unit.refs]
+        buffer, staged = reads[record.file].result()
         store.place(entries, buffer, staged=staged)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from poros_core.berths import Berths
     from poros_core.family import Family
     from poros_core.host_store import HostStore
     from poros_core.plan import BlockPlan
@@ -106,6 +107,8 @@ class LoadRequest:
         trust_remote_code: passed on to Transformers; off unless the user turned it on.
         land: called with a finished tensor of a weight that the loader quantised; returns it in
             host memory. None leaves that to the loader.
+        berths: where finished tensors of quantised weights go instead, if the loader says
+            beforehand how large they will be. None if there are none.
         advance: called with the bytes of what was read since, while the loader works; None if
             nobody wants to know.
     """
@@ -118,6 +121,7 @@ class LoadRequest:
     from_pretrained: Mapping[str, Any] = field(factory=dict)
     trust_remote_code: bool = False
     land: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    berths: Berths | None = field(default=None, repr=False)
     advance: Callable[[int], None] | None = field(default=None, repr=False)
 
 

@@ -36,12 +36,14 @@ class TensorHeader:
         file: the shard.
         dtype: the safetensors name of its dtype, for example ``"BF16"``.
         shape: its shape.
+        begin: bytes before it in the shard.
         nbytes: its size on disk.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
     nbytes: int
 
 
@@ -234,7 +236,7 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         entries.pop("__metadata__", None)
-        headers = {name: _entry(file, entry) for name, entry in entries.items()}
+        headers = {name: _entry(file, entry, 8 + length) for name, entry in entries.items()}
         _check_extent(
             file, [entry["data_offsets"] for entry in entries.values()], size - 8 - length
         )
@@ -250,7 +252,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(file: Path, entry: Mapping[str, Any]) -> TensorHeader:
+def _entry(file: Path, entry: Mapping[str, Any], start: int) -> TensorHeader:
     shape = tuple(int(extent) for extent in entry["shape"])
     begin, end = entry["data_offsets"]
     dtype = str(entry["dtype"])
@@ -263,7 +265,9 @@ def _entry(file: Path, entry: Mapping[str, Any]) -> TensorHeader:
             raise ValueError(
                 f"a tensor of shape {shape} and {dtype} cannot take {end - begin} bytes"
             )
-    return TensorHeader(file=file, dtype=dtype, shape=shape, nbytes=end - begin)
+    return TensorHeader(
+        file=file, dtype=dtype, shape=shape, begin=start + begin, nbytes=end - begin
+    )
 
 
 def _check_extent(file: Path, offsets: list[list[int]], available: int) -> None:

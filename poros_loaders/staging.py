@@ -6,6 +6,12 @@ each weight that is to be quantised to the quantizer's operation. That operation
 it copies the weight to the compute device, lets the original quantise it there, and moves packed
 data and quantisation state back, so that one unquantised weight at a time is on the device.
 
+The stages overlap. Weights are read ahead ([Note: Reading weights ahead] in ``weight_reader``),
+memory for the results is page-locked ahead ([Note: Berths] in ``poros_core.berths``), and copies,
+quantising and copying back are queued on one stream, which is awaited once, at the end. What
+Transformers hands over is a view of a mapped file that nobody has looked at; if it is exactly a
+tensor of the checkpoint, the bytes that were read ahead are taken instead.
+
 The quantizer is found by name in Transformers' registry of quantizers. It stands there only while
 it is looked up and the load runs, under a name of its own; the config gets its real method back at
 once, and the finished model gets an ordinary quantizer, so nothing later can tell.
@@ -13,11 +19,13 @@ once, and the finished model gets an ordinary quantizer, so nothing later can te
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import bitsandbytes as bnb
 import torch
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
@@ -25,9 +33,12 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_core.finite import FiniteCheck
+from poros_core.host_memory import ALIGNMENT
+from poros_loaders.checkpoint import Checkpoint, read_checkpoint
 from poros_loaders.pretrained import load_checked
 from poros_loaders.read_ahead import ReadAhead
 from poros_loaders.skeleton import empty_weight
+from poros_loaders.weight_reader import Extent, WeightReader
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["load_staged"]
 
 _numbers = itertools.count()
+_DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
 
 
 def load_staged(
@@ -61,11 +75,15 @@ def load_staged(
     """
     failures: list[Exception] = []
     finite = FiniteCheck()
-    files = [] if noted is not None else sorted(request.path.glob("*.safetensors"))
-    with (
-        ReadAhead(files) as ahead,
-        _registered(_quantizer(request, failures, finite, ahead, noted)) as name,
-    ):
+    with contextlib.ExitStack() as stack:
+        if noted is None:
+            stage = stack.enter_context(_Stage(request, finite))
+            operation = _staged_operation(stage, failures)
+            begin = stage.begin
+        else:
+            operation = _empty_operation(noted, failures)
+            begin = _nothing
+        name = stack.enter_context(_registered(_quantizer(operation, begin)))
         quantization_config.quant_method = name
         try:
             model = load_checked(
@@ -83,6 +101,123 @@ def load_staged(
     return model
 
 
+class _Stage:
+    """Brings weights to the device and what comes of them back, while it is entered."""
+
+    def __init__(self, request: LoadRequest, finite: FiniteCheck) -> None:
+        self._device = request.device
+        self._land = request.land or torch.Tensor.cpu
+        self._berths = request.berths
+        self._advance = request.advance or (lambda nbytes: None)
+        self._finite = finite
+        self._checkpoint = read_checkpoint(request.path)
+        self._reader = WeightReader(request.device)
+        self._ahead = ReadAhead(sorted(self._checkpoint.files))
+
+    def __enter__(self) -> _Stage:
+        self._reader.__enter__()
+        self._ahead.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # copies that are queued read and write memory that is given back after this
+        with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        self._ahead.__exit__(kind, error, trace)
+        self._reader.__exit__(kind, error, trace)
+
+    def begin(self, model: Any) -> None:
+        """Begin to read weights and to make room for what comes of them.
+
+        Args:
+            model: the skeleton, its layers replaced by quantised ones that are still empty.
+        """
+        weights = {
+            f"{path}.weight": module.weight
+            for path, module in model.named_modules()
+            if isinstance(module, bnb.nn.Linear4bit)
+        }
+        if self._berths is not None:
+            sizes = {name: _quantised_bytes(weight) for name, weight in weights.items()}
+            self._berths.expect(model, sizes)
+        shapes = {tuple(weight.shape) for weight in weights.values()}
+        self._reader.begin(_wanted(self._checkpoint, shapes))
+
+    def bring(self, tensor: torch.Tensor, source: str | None) -> torch.Tensor:
+        """Return an unquantised weight on the device, and look whether it is finite.
+
+        Args:
+            tensor: what Transformers hands over.
+            source: the tensor of the checkpoint that it is, if it is one as it stands there.
+        """
+        on_device = self._read_ahead(tensor, source)
+        if on_device is None:
+            on_device = tensor.to(self._device)
+        self._advance(tensor.nbytes)
+        self._ahead.advance(tensor.nbytes)
+        return on_device
+
+    def look_at(self, name: str, tensor: torch.Tensor) -> None:
+        """Note whether a weight is finite."""
+        self._finite.add(name, tensor)
+
+    def take_back(self, name: str, parameter: Any) -> None:
+        """Move a quantised weight and its quantisation state to host memory."""
+        state = parameter.quant_state
+        parameter.data = self._back(name, parameter.data)
+        for owner in (state, state.state2):
+            for attribute in ("absmax", "code", "offset"):
+                tensor = getattr(owner, attribute, None)
+                if isinstance(tensor, torch.Tensor):
+                    setattr(owner, attribute, self._back(name, tensor))
+
+    def _back(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._land(tensor) if self._berths is None else self._berths.land(name, tensor)
+
+    def _read_ahead(self, tensor: torch.Tensor, source: str | None) -> torch.Tensor | None:
+        header = None if source is None else self._checkpoint.tensors.get(source)
+        if source is None or header is None or header.shape != tuple(tensor.shape):
+            return None
+        if _DTYPES.get(header.dtype) != tensor.dtype or not tensor.is_contiguous():
+            return None
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        given = self._reader.give(source, found.view(-1).view(torch.uint8))
+        return found if given else None
+
+
+def _wanted(checkpoint: Checkpoint, shapes: set[tuple[int, ...]]) -> list[Extent]:
+    """Return the weights that will be quantised, as far as their shapes say, in the order in which
+    Transformers asks for them."""
+    return [
+        Extent(name=name, file=header.file, begin=header.begin, nbytes=header.nbytes)
+        for name, header in sorted(checkpoint.tensors.items(), key=lambda item: _order(item[0]))
+        if header.shape in shapes and header.dtype in _DTYPES
+    ]
+
+
+def _order(name: str) -> list[tuple[bool, int | str]]:
+    """Sort names as Transformers does: numbers by size, and before text."""
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else part)
+            for part in name.split(".")]  # fmt: skip
+
+
+def _quantised_bytes(weight: Any) -> int:
+    """Return what a weight that is not quantised yet will take, each tensor rounded up."""
+    count, item = weight.numel(), weight.quant_storage.itemsize
+    scales = -(-count // weight.blocksize)
+    sizes = [-(-count // (2 * item)) * item, 16 * 4]
+    if weight.compress_statistics:
+        sizes += [scales, -(-scales // 256) * 4, 256 * 4, 4]
+    else:
+        sizes += [scales * 4]
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def _nothing(model: Any) -> None:
+    """Begin nothing."""
+
+
 @contextmanager
 def _registered(quantizer: type[Any]) -> Iterator[str]:
     """Register a quantizer class while it is needed, under a name that no other load has."""
@@ -94,58 +229,60 @@ def _registered(quantizer: type[Any]) -> Iterator[str]:
         del AUTO_QUANTIZER_MAPPING[name]
 
 
-def _quantizer(
-    request: LoadRequest,
-    failures: list[Exception],
-    finite: FiniteCheck,
-    ahead: ReadAhead,
-    noted: Mapping[str, Any] | None,
-) -> type[Any]:
-    """Return a quantizer class that stages on the request's device and notes what failed."""
-    device, land = request.device, request.land or torch.Tensor.cpu
-    advance = request.advance or (lambda nbytes: None)
+def _empty_operation(noted: Mapping[str, Any], failures: list[Exception]) -> type[Any]:
+    """Return the operation that touches no weight; see [Note: Nothing is touched]."""
 
     class LeaveEmpty(Bnb4bitQuantize):  # type: ignore[misc]
-        """Touch no weight; see [Note: Nothing is touched]."""
+        """Touch no weight."""
 
         def convert(
             self, input_dict: dict[str, Any], *, model: Any = None, **kwargs: Any
         ) -> dict[str, Any]:
             """Return an empty weight for each that would be quantised."""
-            assert noted is not None
             try:
                 return {name: empty_weight(model, name, noted[name]) for name in input_dict}
             except Exception as error:
                 failures.append(error)
                 raise
 
+    return LeaveEmpty
+
+
+def _staged_operation(stage: _Stage, failures: list[Exception]) -> type[Any]:
+    """Return the operation that stages; it notes what failed."""
+
     class StagedQuantize(Bnb4bitQuantize):  # type: ignore[misc]
         """Quantise on the device; leave the result in host memory."""
 
         def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             """Stage, quantise and bring back one weight."""
+            patterns = kwargs.get("source_patterns") or ()
+            source = patterns[0] if len(patterns) == len(input_dict) == 1 else None
+            if failures:  # Transformers notes a failure and goes on with the next weight
+                raise failures[0]
             try:
                 staged = {
-                    name: [bring(tensor, device) for tensor in _listed(value)]
+                    name: [stage.bring(tensor, source) for tensor in _listed(value)]
                     for name, value in input_dict.items()
                 }
                 input_dict.clear()
                 for name, tensors in staged.items():
                     for tensor in tensors:
-                        finite.add(name, tensor)
-                        advance(tensor.nbytes)
-                        ahead.advance(tensor.nbytes)
+                        stage.look_at(name, tensor)
                 quantised: dict[str, Any] = super().convert(staged, **kwargs)
                 staged.clear()
-                for parameter in quantised.values():
-                    state = parameter.quant_state
-                    parameter.data = land(parameter.data)
-                    state.absmax = land(state.absmax)
-                    state.to(torch.device("cpu"))
+                for name, parameter in quantised.items():
+                    stage.take_back(name, parameter)
             except Exception as error:
                 failures.append(error)
                 raise
             return quantised
+
+    return StagedQuantize
+
+
+def _quantizer(operation: type[Any], begin: Callable[[Any], None]) -> type[Any]:
+    """Return a quantizer class with an operation of its own."""
 
     class StagedQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         """bitsandbytes' 4-bit quantizer with the staged operation."""
@@ -154,16 +291,15 @@ def _quantizer(
             super().__init__(quantization_config, **kwargs)
             quantization_config.quant_method = QuantizationMethod.BITS_AND_BYTES
 
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            super()._process_model_before_weight_loading(model, **kwargs)
+            begin(model)
+
         def get_quantize_ops(self) -> Any:
             """Return the staged operation, or the one that reads nothing."""
-            return StagedQuantize(self) if noted is None else LeaveEmpty(self)
+            return operation(self)
 
     return StagedQuantizer
-
-
-def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an unquantised weight on the device."""
-    return tensor.to(device)
 
 
 def _listed(value: Any) -> list[torch.Tensor]:
