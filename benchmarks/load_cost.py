@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from load_texts import FLOOR_METHOD, GENERATED, LOAD_METHOD
+from load_texts import CHECKED, FLOOR_METHOD, GENERATED, LOAD_METHOD
 from load_work import METHODS, LoadWork, as_plain
 
 import poros
@@ -159,20 +159,59 @@ def run(
     for work in todo:
         ensure(work)
         found = runner(work)
+        checked = found.pop("bytes", None)
         date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S+00:00}"
         records.append(record_of(work, found, run_id=run_id, command=command, date=date))
-        if json_dir is not None:
-            write(records[-1], json_dir, number=len(records) - 1)
+        made = [records[-1]]
+        if checked is not None:
+            made.append(bytes_record(records[-1], checked))
+            print(f"{work.method}: {checked['mismatched']} of {checked['tensors']} tensors differ")
+        for record in made if json_dir is not None else ():
+            write(record, json_dir, number=len(records) - 1)
         print(f"{work.method}: {records[-1]['outcome']}", file=sys.stderr, flush=True)
     print(table(records))
     return records
 
 
+def bytes_record(record: Mapping[str, Any], checked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a comparison of bytes, as the load gate writes it.
+
+    Args:
+        record: of the load.
+        checked: what ``load_verify.verify`` found.
+    """
+    double = record["settings"]["double_quantisation"]
+    same = ("family", "shape", "precision", "layers", "seed", "command", "stack", "date", "run_id")
+    one = {
+        "piece": 0,
+        "way": record["method"],
+        "quantisation": {"double": double, "storage": "uint8"},
+        **checked,
+        "seconds": record["seconds"],
+        "as_asked": True,
+        "load": record["report"],
+    }
+    return {
+        "kind": "load-bytes",
+        "verdict": "diverged" if checked["mismatched"] else "exact",
+        **{key: record[key] for key in same},
+        "pieces": 1,
+        "tensors": checked["tensors"],
+        "mismatched": checked["mismatched"],
+        "void_reasons": [],
+        "planted_fault": False,
+        "runs": [one],
+        "weights": record["weights"],
+        "method": f"{record['method']}: {CHECKED}",
+    }
+
+
 def write(record: Mapping[str, Any], folder: Path, *, number: int) -> None:
     """Write a record to a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    keys = ("kind", "shape", "precision", "method", "run_id")
-    name = "-".join(str(record[key]) for key in keys)
+    method = record["runs"][0]["way"] if "runs" in record else record["method"]
+    named = ("kind", "shape", "precision")
+    name = "-".join([*(str(record[key]) for key in named), method, str(record["run_id"])])
     text = json.dumps(record, indent=2) + "\n"
     (folder / f"{name}-{number}.json").write_text(text, encoding="utf-8")
 
@@ -239,6 +278,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="decoder layers, instead of the shape's own")
     parser.add_argument("--methods", default="streamed,standard", help=", ".join(METHODS))
     parser.add_argument("--double", action="store_true", help="quantise scales too")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare all bytes with a standard load's afterwards"
+    )
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written, and stays")
@@ -275,6 +317,7 @@ def works(options: argparse.Namespace) -> list[LoadWork]:
             layers=options.layers,
             seed=options.seed,
             double=options.double,
+            verify=options.verify and METHODS[method].precision == "nf4",
             cold=options.cold,
             checkpoint=str(options.folder / name),
             cache=str(cache / METHODS[method].precision),

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 from device_figures import LINK_BYTES, link_rates
+from load_generated import Pool
 
 from poros_core.host_store import HostBuffer
 
@@ -87,6 +88,21 @@ def read_rate(files: Sequence[Path], *, most: int = _READ_BYTES) -> tuple[float,
         start = time.perf_counter()
         done = sum(pool.map(read, range(_THREADS)))
         return done / (time.perf_counter() - start), done
+
+
+def generate_rate(pool: Pool, *, nbytes: int = _READ_BYTES) -> float:
+    """Return bytes per second of copying weights from a pool with several threads."""
+    warm = [torch.zeros(_PIECE, dtype=torch.uint8) for _ in range(_THREADS)]
+    turns = max(1, nbytes // _PIECE // _THREADS)
+
+    def fill(number: int) -> None:
+        for turn in range(turns):
+            pool.fill(f"{number}.{turn}", 0, warm[number])
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        start = time.perf_counter()
+        list(threads.map(fill, range(_THREADS)))
+        return turns * _THREADS * _PIECE / (time.perf_counter() - start)
 
 
 def quantise_rate(shape: torch.Size, device: torch.device, *, double: bool) -> float:

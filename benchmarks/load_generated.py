@@ -3,12 +3,14 @@
 [Note: Holes]
 Headers, shapes and index are a true checkpoint's, so that the whole of a real load runs;
 embeddings, head, norms and biases are drawn and written. The matrices of layers take no room on the
-disk. Where the loader brings one of them to the device, ``generating`` draws it there instead, in
-bf16.
+disk. Where the loader reads one of them from its shard, piece by piece, ``generating`` gives it
+seeded random bf16 instead: a stretch of a pool of normal values that stands in memory beforehand,
+at a place that the seed and the weight's name decide. Nothing else of the load is another.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import struct
@@ -24,12 +26,61 @@ import transformers
 from transformers import AutoConfig
 
 from poros_core.configs import auto_class
+from poros_loaders import weight_reader
+from poros_loaders.weight_reader import Extent
 
-__all__ = ["generating", "write_holes"]
+__all__ = ["Pool", "generating", "write_holes"]
 
 _LAYER = re.compile(r"\.\d+\.")
 _SHARD_BYTES = 5_000_000_000
 _STD = 0.02
+_POOL_BYTES = 1 << 30
+_PLACES = 256
+
+
+class Pool:
+    """Seeded random bf16 weights of any size, of which each has bytes of its own."""
+
+    def __init__(self, seed: int, device: torch.device, *, nbytes: int = _POOL_BYTES) -> None:
+        """Draw the values.
+
+        Args:
+            seed: of all of them.
+            device: where they are drawn.
+            nbytes: how many bytes differ.
+        """
+        self._seed = seed
+        drawn = _drawn(torch.Size((nbytes // 2,)), f"{seed}:pool", device)
+        self._bytes = drawn.cpu().view(torch.uint8)
+
+    def to(self, device: torch.device) -> Pool:
+        """Return the same pool on a device."""
+        moved = copy.copy(self)
+        moved._bytes = self._bytes.to(device)
+        return moved
+
+    def fill(self, name: str, at: int, into: torch.Tensor) -> None:
+        """Write part of a weight.
+
+        Args:
+            name: the weight's.
+            at: bytes of it before that part; even.
+            into: flat bytes.
+        """
+        size = self._bytes.numel()
+        place = zlib.crc32(f"{self._seed}:{name}".encode()) * _PLACES
+        done = 0
+        while done < into.numel():
+            begin = (place + at + done) % size
+            count = min(size - begin, into.numel() - done)
+            into[done : done + count].copy_(self._bytes[begin : begin + count])
+            done += count
+
+    def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """Return a weight, where the pool is."""
+        made = torch.empty(shape, dtype=torch.bfloat16, device=self._bytes.device)
+        self.fill(name, 0, made.view(-1).view(torch.uint8))
+        return made
 
 
 def write_holes(config: Mapping[str, Any], path: Path, *, seed: int, device: torch.device) -> None:
@@ -65,18 +116,13 @@ def write_holes(config: Mapping[str, Any], path: Path, *, seed: int, device: tor
 
 
 @contextmanager
-def generating(seed: int) -> Iterator[None]:
-    """Draw what would be brought to the device, one weight at a time, each seeded by its turn."""
-    from poros_loaders import staging
+def generating(pool: Pool) -> Iterator[None]:
+    """Let weights that are read ahead come from a pool."""
 
-    turn = 0
+    def read(handle: int, extent: Extent, at: int, into: memoryview) -> None:
+        pool.fill(extent.name, at, torch.frombuffer(into, dtype=torch.uint8))
 
-    def draw(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        nonlocal turn
-        turn += 1
-        return _drawn(tensor.shape, f"{seed}:{turn}", device)
-
-    with mock.patch.object(staging, "bring", draw):
+    with mock.patch.object(weight_reader, "read_piece", read):
         yield
 
 

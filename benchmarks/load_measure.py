@@ -18,13 +18,16 @@ from load_floors import (
     Rates,
     copy_rates,
     drop_from_page_cache,
+    generate_rate,
     hash_rate,
     lock_rate,
     quantise_rate,
     read_rate,
     write_rate,
 )
+from load_generated import Pool, generating, write_holes
 from load_memory import HostMemoryWatch, memory_disk
+from load_verify import checkpoint_source, verify
 from load_work import LoadWork, Way
 
 import poros
@@ -47,8 +50,6 @@ def write_checkpoint(work: LoadWork) -> None:
     """Write the checkpoint that the work loads."""
     path, config = Path(work.checkpoint), work.subject().config
     if work.way.generated:
-        from load_generated import write_holes
-
         write_holes(config, path, seed=work.seed, device=compute_device())
         return
     write_random_checkpoint(
@@ -73,7 +74,8 @@ def measure(work: LoadWork, device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     files = _files(work)
     before = used_before(device)
-    _warm_up(work, device)
+    pool = Pool(work.seed, device) if work.way.generated else None
+    _warm_up(work, device, pool=pool)
     if work.cold:
         drop_from_page_cache(files)
     host = HostMemoryWatch(Path(work.checkpoint), Path(work.cache))
@@ -86,7 +88,7 @@ def measure(work: LoadWork, device: torch.device) -> dict[str, Any]:
         level = torch.cuda.memory_allocated()
     with memory.watching(), host:
         start = time.perf_counter()
-        model = _load(work)
+        model = _load(work, pool=pool)
         seconds = time.perf_counter() - start
     memory.look()
     peak = torch.cuda.max_memory_allocated() - level if cuda else None
@@ -100,7 +102,7 @@ def measure(work: LoadWork, device: torch.device) -> dict[str, Any]:
     sizes = base_bytes(model)
     if work.way.cache == "read" and report.source != "cache":
         raise poros.SettingsError("The cache has no such base: measure cache-write before it.")
-    rates = _rates(work, files, sizes, device)
+    rates = _rates(work, files, sizes, device, pool=pool)
     stages = _stages(work, files, sizes, rates, locked=_locked(store))
     return {
         "seconds": seconds,
@@ -124,8 +126,19 @@ def measure(work: LoadWork, device: torch.device) -> dict[str, Any]:
         "floor_seconds": max(stages.values(), default=None),
         "page_cache": _page_cache(work, files),
         "report": asdict(report),
+        "bytes": _verified(work, model, device, pool=pool) if work.verify else None,
         "stack": stack_of(device),
     }
+
+
+def _verified(
+    work: LoadWork, model: Any, device: torch.device, *, pool: Pool | None
+) -> dict[str, Any]:
+    """Compare every tensor with what a standard load makes of the same weights."""
+    rest = checkpoint_source(Path(work.checkpoint))
+    weights = rest if pool is None else pool.to(device).weight
+    config = work.subject().config
+    return verify(model, config, double=work.double, weights=weights, rest=rest, device=device)
 
 
 def base_bytes(model: Any) -> dict[str, int]:
@@ -163,7 +176,7 @@ def _files(work: LoadWork) -> list[Path]:
     return sorted(Path(work.checkpoint).glob("*.safetensors"))
 
 
-def _warm_up(work: LoadWork, device: torch.device) -> None:
+def _warm_up(work: LoadWork, device: torch.device, *, pool: Pool | None) -> None:
     """Load a tiny model in the same way: it imports what a load imports, makes the context, and
     launches the quantiser once."""
     with tempfile.TemporaryDirectory(prefix="poros-warm-") as folder:
@@ -173,14 +186,14 @@ def _warm_up(work: LoadWork, device: torch.device) -> None:
         write_checkpoint(tiny)
         if tiny.way.cache == "read":
             _load(tiny, way=evolve(tiny.way, cache="write", host="pinned"))
-        _load(tiny)
+        _load(tiny, pool=pool)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def _load(work: LoadWork, *, way: Way | None = None) -> Any:
+def _load(work: LoadWork, *, way: Way | None = None, pool: Pool | None = None) -> Any:
     way = way or work.way
     if way.cache == "write":
         cache = _cache(work)
@@ -194,11 +207,7 @@ def _load(work: LoadWork, *, way: Way | None = None) -> Any:
             bnb_4bit_compute_dtype=torch.bfloat16,
             bnb_4bit_use_double_quant=work.double,
         )
-    source: Any = contextlib.nullcontext()
-    if way.generated:
-        from load_generated import generating
-
-        source = generating(work.seed)
+    source: Any = contextlib.nullcontext() if pool is None else generating(pool)
     with source:
         return poros.load(
             work.checkpoint,
@@ -218,7 +227,12 @@ def _locked(store: HostStore) -> int:
 
 
 def _rates(
-    work: LoadWork, files: list[Path], sizes: Mapping[str, int], device: torch.device
+    work: LoadWork,
+    files: list[Path],
+    sizes: Mapping[str, int],
+    device: torch.device,
+    *,
+    pool: Pool | None,
 ) -> Rates:
     cuda, way = device.type == "cuda", work.way
     quantises = way.precision == "nf4" and way.cache != "read"
@@ -227,7 +241,7 @@ def _rates(
     to_device, to_host = copy_rates(device) if cuda and quantises else (None, None)
     weight = torch.Size((sizes["largest"],))
     return Rates(
-        read=None if way.generated else read_rate(files)[0],
+        read=read_rate(files)[0] if pool is None else generate_rate(pool),
         quantise=quantise_rate(weight, device, double=work.double) if quantises else None,
         to_device=to_device,
         to_host=to_host,
@@ -252,7 +266,7 @@ def _stages(
     nbytes = {
         "read": sum(file.stat().st_size for file in files),
         "quantise": sizes["quantised_from"],
-        "to_device": 0 if work.way.generated else sizes["quantised_from"],
+        "to_device": sizes["quantised_from"],
         "to_host": sizes["packed"],
         "page_lock": locked,
         "write": to_write,
@@ -263,7 +277,7 @@ def _stages(
 
 def _page_cache(work: LoadWork, files: list[Path]) -> str:
     if work.way.generated:
-        return "no files"
+        return "no files: copied from a pool in memory"
     if files and memory_disk(files[0].parent):
         return "memory disk"
     return "dropped before the load" if work.cold else "as earlier work left it"

@@ -32,7 +32,13 @@ FLOOR_METHOD = (
 )
 
 GENERATED = (
-    "bf16 weights are drawn one at a time, seeded, where the loader brings a weight to the "
-    "device; embeddings, head, norms and biases are read from files. No checkpoint of this size "
-    "is read, so seconds hold drawing instead of reading and copying"
+    "the matrices of layers are seeded random bf16, copied piece by piece from a pool of 1 GiB in "
+    "memory where the loader would read them from their shard; all else is read from files"
+)
+
+CHECKED = (
+    "Every weight is quantised once more as the standard load does it: bf16 values on the device, "
+    "then Transformers' Bnb4bitQuantize on a skeleton that its Bnb4BitHfQuantizer prepared. dtype, "
+    "shape and SHA-256 of packed data and every tensor of the quantisation state are compared; of "
+    "what is not quantised, with the checkpoint's tensor. Buffers are left out."
 )

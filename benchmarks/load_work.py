@@ -56,6 +56,7 @@ class LoadWork:
         layers: decoder layers, instead of the shape's own number.
         seed: of the weights.
         double: whether scales are quantised too.
+        verify: compare all bytes with a standard load's afterwards, weight by weight.
         cold: drop what is to be read from the page cache first.
         checkpoint: the folder of the checkpoint.
         cache: the folder of the packed cache.
@@ -67,6 +68,7 @@ class LoadWork:
     layers: int | None = None
     seed: int = 0
     double: bool = False
+    verify: bool = False
     cold: bool = False
     checkpoint: str
     cache: str

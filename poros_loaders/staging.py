@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -256,7 +256,7 @@ def _staged_operation(stage: _Stage, failures: list[Exception]) -> type[Any]:
 
         def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             """Stage, quantise and bring back one weight."""
-            patterns = kwargs.get("source_patterns") or ()
+            patterns: Sequence[str] = kwargs.get("source_patterns") or ()
             source = patterns[0] if len(patterns) == len(input_dict) == 1 else None
             if failures:  # Transformers notes a failure and goes on with the next weight
                 raise failures[0]

@@ -187,8 +187,7 @@ class WeightReader:
             source = buffer.memory.bytes[: piece.nbytes]
             target[piece.at : piece.at + piece.nbytes].copy_(source, non_blocking=True)
             if target.device.type == "cuda":
-                buffer.event = torch.cuda.Event()
-                buffer.event.record(torch.cuda.current_stream(target.device))
+                buffer.event = torch.cuda.current_stream(target.device).record_event()
             self._put_back(buffer)
         self._head = span.stop
         self.given += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -26,8 +27,11 @@ _MODULES = ("load_cost", "load_floors", "load_generated", "load_measure", "load_
 def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     found = SimpleNamespace(**{name: importlib.import_module(name) for name in _MODULES})
-    monkeypatch.setattr(found.load_measure, "_warm_up", lambda work, device: None)
-    for name in ("write_rate", "hash_rate"):
+    monkeypatch.setattr(found.load_measure, "_warm_up", lambda work, device, pool: None)
+    monkeypatch.setattr(
+        found.load_measure, "Pool", functools.partial(found.load_generated.Pool, nbytes=1 << 20)
+    )
+    for name in ("write_rate", "hash_rate", "generate_rate"):
         whole = getattr(found.load_floors, name)
         small = lambda *a, whole=whole: whole(*a, nbytes=1 << 20)  # noqa: E731
         monkeypatch.setattr(found.load_measure, name, small)
@@ -48,7 +52,7 @@ def test_every_method_of_a_run_is_recorded(
             bench.load_measure.write_checkpoint(work)
 
     methods = "cache-read,cache-write,cache-read,mmap,bf16,generated"
-    todo = works(bench, tmp_path, "--methods", methods, "--cold")
+    todo = works(bench, tmp_path, "--methods", methods, "--cold", "--verify")
     records = bench.load_cost.run(
         todo,
         runner=lambda work: json.loads(json.dumps(bench.load_measure.outcome(work))),
@@ -57,9 +61,15 @@ def test_every_method_of_a_run_is_recorded(
         command="python benchmarks/load_cost.py",
     )
     written = [json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()]
+    checked = [record for record in written if record["kind"] == "load-bytes"]
+    written = [record for record in written if record["kind"] == "load-cost"]
     assert len(written) == len(records) == 6
     assert all(record.keys() >= FIELDS for record in written)
-    assert {record["kind"] for record in written} == {"load-cost"}
+    assert sorted(r["runs"][0]["way"] for r in checked) == sorted(
+        ["cache-read", "cache-write", "generated", "mmap"]
+    )
+    assert all(r["mismatched"] == 0 and r["verdict"] == "exact" for r in checked)
+    assert {r["tensors"] for r in checked} == {29}
     early, first, second, mapped, plain, generated = records
     assert early["outcome"] == "refused"
     assert "measure cache-write before" in early["error"]
@@ -71,7 +81,7 @@ def test_every_method_of_a_run_is_recorded(
     assert first["packed_bytes"] == generated["packed_bytes"] > 0 == plain["packed_bytes"]
     assert plain["unquantised_bytes"] > first["unquantised_bytes"]
     assert set(first["stage_seconds"]) == {"read", "quantise", "write"}
-    assert set(generated["stage_seconds"]) == {"quantise"}
+    assert set(generated["stage_seconds"]) == {"read", "quantise"}
     assert second["floor_seconds"] == second["stage_seconds"]["read"]
     assert first["seconds_over_floor"] == first["seconds"] / first["floor_seconds"]
     assert first["host_peak_bytes"] >= first["host_steady_bytes"]
@@ -85,12 +95,18 @@ def test_generated_weights_are_a_load_s_own(bench: Any, tmp_path: Path) -> None:
     bench.load_measure.write_checkpoint(work)
     holes = [path.stat() for path in Path(work.checkpoint).glob("*.safetensors")]
     assert sum(stat.st_blocks * 512 for stat in holes) < sum(stat.st_size for stat in holes)
-    models = [bench.load_measure._load(work) for _ in range(2)]
-    first, second = (m.model.layers[0].mlp.up_proj.weight.data for m in models)
-    other = models[0].model.layers[0].mlp.gate_proj.weight.data
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
-    assert len(first.unique()) > 100
+    pool = bench.load_generated.Pool(0, torch.device("cpu"), nbytes=1 << 20)
+    model = bench.load_measure._load(work, pool=pool)
+    weights = [model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.gate_proj.weight]
+    assert not torch.equal(weights[0].data, weights[1].data)
+    assert len(weights[0].data.unique()) > 100
+    device = torch.device("cpu")
+    found = bench.load_measure._verified(work, model, device, pool=pool)
+    assert found["mismatched"] == 0
+    weights[1].data[5] ^= 1
+    found = bench.load_measure._verified(work, model, device, pool=pool)
+    assert found["mismatched"] == 1
+    assert found["first"]["tensor"] == "model.layers.0.mlp.gate_proj.weight:data"
 
 
 def test_mapped_files_of_a_memory_disk_are_left_out(
