@@ -50,7 +50,7 @@ class Pool:
             nbytes: how many bytes differ.
         """
         self._seed = seed
-        drawn = _drawn(torch.Size((nbytes // 2,)), f"{seed}:pool", device)
+        drawn = _drawn(torch.Size((1, nbytes // 2)), f"{seed}:pool", device).view(-1)
         self._bytes = drawn.cpu().view(torch.uint8)
 
     def to(self, device: torch.device) -> Pool:
