@@ -37,8 +37,10 @@ __all__ = [
 CONTEXT_BYTES = 800_000_000
 """What the driver takes for a process with a CUDA context, libraries and loaded kernels: its figure
 less reserved memory of a plain run without graphs, in the cost records of an H200."""
-_GRAPH_BYTES = 2_200_000
-"""Driver memory that a captured graph takes at most, in the cost records; a block has two."""
+_GRAPHS_BYTES = 100_000_000
+_GRAPH_BYTES = 650_000
+"""Driver memory that captured graphs take beside that, all of them and each; a block has two.
+Fitted to the cost records."""
 _CUBLAS_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` (cuBLAS documentation)."""
 _SLACK = 0.11
@@ -126,7 +128,7 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
         slots=regions.slot_bytes,
         head=weights.head_bytes,
         graph_workspace=max(0, workspace - room) if run.graphs else 0,
-        graphs=2 * blocks * _GRAPH_BYTES if run.graphs else 0,
+        graphs=_GRAPHS_BYTES + 2 * blocks * _GRAPH_BYTES if run.graphs else 0,
         held=_HALF * run.tokens * weights.vocabulary if run.loss_chunk is None else 0,
     )
 
@@ -196,14 +198,17 @@ def _saved(layer: Iterable[Weight], weights: Weights, run: RunSettings) -> int:
 
     Every linear layer's adapter saves its input after dropout in float32, and the mask; outputs
     are saved once in bf16 by what reads them; the MLP's product once more; and each of two norms
-    saves its input in float32.
+    saves its input in float32, as norms of queries and keys do.
     """
+    layer = tuple(layer)
+    names = {w.name for w in layer}
     matrices = [w for w in layer if w.linear]
+    normed = [w.shape[0] for w in matrices if w.name.replace("_proj.", "_norm.") in names]
     inputs = sum(w.shape[1] for w in matrices)
     outputs = sum(w.shape[0] for w in matrices)
     widest = max(max(w.shape) for w in matrices)
     per_token = (_FLOAT + 1) * inputs + _HALF * outputs + _HALF * widest
-    per_token += 2 * _FLOAT * weights.hidden
+    per_token += _FLOAT * (2 * weights.hidden + sum(normed))
     linear = [w.shape[0] for w in matrices if LINEAR_ATTENTION in w.name]
     per_token += _LINEAR_ATTENTION * max(linear, default=0)
     return run.tokens * per_token

@@ -1,13 +1,18 @@
-"""How long a step takes: as long as the slowest of link, GPU and launches, and what is beside.
+"""How long a step takes: the sum of its phases, each as long as the slowest of link, GPU, launches.
 
 [Note: Step time]
-A block's copy and the kernels of other blocks run at the same time, so of link and compute the
-slower one sets the pace. Without CUDA graphs the host launches some 700 kernels a layer, which is a
-third bound. What does not overlap is the loss, the optimizer and the ends of a step.
+In a phase a layer's copy and the kernels of other layers run at the same time, so the slower of
+link and compute sets the pace; the other one adds what it takes for one layer, before the first or
+after the last. Phases follow each other: a forward may wait for the link and the backward, with
+three times its kernels, for the GPU. Without CUDA graphs the host launches some 700 kernels a
+layer, a third of them in the forward, which is a third bound. Between forward and backward the head
+is copied into the arena while nothing computes, and then there is the loss. State of the optimizer
+that stands on the host moves while nothing else does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from attrs import frozen
@@ -16,7 +21,15 @@ from poros_core.planner.memory import arena_of
 from poros_core.planner.settings import RunSettings
 from poros_core.planner.weights import LINEAR_ATTENTION, Weights
 
-__all__ = ["ASSUMED_LINK", "CARDS", "Rates", "StepTime", "step_time", "streamed_bytes"]
+__all__ = [
+    "ASSUMED_LINK",
+    "CARDS",
+    "Phase",
+    "Rates",
+    "StepTime",
+    "step_time",
+    "streamed_bytes",
+]
 
 ASSUMED_LINK = 25e9
 """Bytes a second over PCIe 4 x16 from page-locked memory, where nothing is said or measured."""
@@ -30,17 +43,21 @@ class Rates:
 
     Attributes:
         link: bytes a second from page-locked host memory to the device.
-        compute: floating-point operations a second that a step's kernels reach, or None if that
-            is not known.
+        compute: floating-point operations a second that a step's matrix products reach, or None if
+            nothing is known of the GPU.
+        dequantise: numbers of a quantised weight a second.
+        kernels: seconds that the small kernels of a layer's forward take whatever its size.
         linear_attention: seconds for each token and layer of linear attention beyond its matrix
             products.
         launch: seconds in which the host launches a layer's kernels one by one, both ways.
-        beside: seconds of a micro-batch beside its layers.
+        beside: seconds of a micro-batch beside its phases.
         source: where the figures are from.
     """
 
     link: float
     compute: float | None = None
+    dequantise: float = math.inf
+    kernels: float = 0.0
     linear_attention: float = 0.0
     launch: float = 0.0
     beside: float = 0.0
@@ -50,15 +67,49 @@ class Rates:
 CARDS: Mapping[str, Rates] = {
     "h200": Rates(
         link=55.4e9,
-        compute=330e12,
-        linear_attention=1.3e-5,
+        compute=381e12,
+        dequantise=7.5e11,
+        kernels=5.5e-4,
+        linear_attention=1.15e-5,
         launch=0.017,
-        beside=0.05,
+        beside=0.01,
         source="measured on an H200 (PCIe 5 x16)",
     )
 }
-"""Rates by card. Compute is that of Qwen2.5 32B at 2048 and 4096 tokens with checkpointing; launch
-that of eager steps at 512 tokens; the rest is fitted to the committed records."""
+"""Rates by card. Compute is what 2048 more tokens take of a step of Qwen2.5 32B with checkpointing,
+and what does not grow with tokens is fitted to it; launch is that of eager steps at 512 tokens; the
+rest is fitted to the committed records."""
+
+
+@frozen(kw_only=True)
+class Phase:
+    """One phase of a micro-batch, in seconds; see [Note: Step time].
+
+    Attributes:
+        name: ``"forward"``, ``"head"`` or ``"backward"``.
+        link: what the copies take.
+        compute: what the kernels take, or None if nothing is known of the GPU.
+        launch: what launching takes, where blocks are not captured as graphs.
+        overlap: by how many pieces copies and kernels come; one means that they do not overlap.
+    """
+
+    name: str
+    link: float
+    compute: float | None
+    launch: float = 0.0
+    overlap: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """All of it; a lower bound where nothing is known of the GPU."""
+        busy = max(self.compute or 0.0, self.launch)
+        short, long = sorted((self.link, busy))
+        return long + short / self.overlap
+
+    @property
+    def bound(self) -> str:
+        """What sets the pace: ``"link"``, ``"compute"`` or ``"launches"``."""
+        return _longest(self.link, self.compute, self.launch)
 
 
 @frozen(kw_only=True)
@@ -66,29 +117,51 @@ class StepTime:
     """Seconds of an optimizer step; see [Note: Step time].
 
     Attributes:
-        link: what the copies take.
-        compute: what the kernels take, or None if the GPU's rate is not known.
-        launch: what launching takes, where blocks are not captured as graphs.
-        beside: what does not overlap.
+        phases: of one micro-batch, in order.
+        accumulate: micro-batches.
+        optimizer: what moving the optimizer's state takes.
+        beside: what is in no phase.
         streamed: bytes that the copies of one step move to the device.
     """
 
-    link: float
-    compute: float | None
-    launch: float
+    phases: tuple[Phase, ...]
+    accumulate: int
+    optimizer: float
     beside: float
     streamed: int
 
     @property
     def seconds(self) -> float:
-        """All of it; a lower bound where the GPU's rate is not known."""
-        return max(self.link, self.compute or 0.0, self.launch) + self.beside
+        """All of it; a lower bound where nothing is known of the GPU."""
+        phases = sum(phase.seconds for phase in self.phases)
+        return self.accumulate * phases + self.optimizer + self.beside
+
+    @property
+    def link(self) -> float:
+        """What the copies take, in all phases and for the optimizer."""
+        return self.accumulate * sum(phase.link for phase in self.phases) + self.optimizer
+
+    @property
+    def compute(self) -> float | None:
+        """What the kernels take, or None if nothing is known of the GPU."""
+        known = [phase.compute for phase in self.phases if phase.compute is not None]
+        return self.accumulate * sum(known) if known else None
+
+    @property
+    def launch(self) -> float:
+        """What launching takes, where blocks are not captured as graphs."""
+        return self.accumulate * sum(phase.launch for phase in self.phases)
 
     @property
     def bound(self) -> str:
-        """What sets the pace: ``"link"``, ``"compute"`` or ``"launches"``."""
-        bounds = {"link": self.link, "compute": self.compute or 0.0, "launches": self.launch}
-        return max(bounds, key=lambda name: bounds[name])
+        """What takes most in sum: ``"link"``, ``"compute"`` or ``"launches"``. In a phase it may
+        be another."""
+        return _longest(self.link, self.compute, self.launch)
+
+
+def _longest(link: float, compute: float | None, launch: float) -> str:
+    bounds = {"link": link, "compute": compute or 0.0, "launches": launch}
+    return max(bounds, key=lambda name: bounds[name])
 
 
 def streamed_bytes(
@@ -104,15 +177,23 @@ def streamed_bytes(
         run: the run.
         resident: layers that a budget keeps on the device.
     """
+    forward, backward = _layers_streamed(weights, run, resident)
+    return forward + backward + weights.head_bytes
+
+
+def _layers_streamed(
+    weights: Weights, run: RunSettings, resident: Collection[int]
+) -> tuple[int, int]:
+    """Return the bytes of layers that a forward copies, and a backward with what it leaves for the
+    next forward."""
     every = weights.layer_bytes(run.precision)
     sizes = [nbytes for layer, nbytes in enumerate(every) if layer not in resident]
     regions = arena_of(weights, run, resident=resident)
     turn = range(max(0, len(sizes) - regions.slots), len(sizes))
     head = regions.head
-    stay = {n for n in turn if head is None or not regions.layers[n].overlaps(head)}
-    first = range(min(_KEPT, regions.slots, len(sizes)))
-    once = sum(sizes[n] for n in stay) + sum(sizes[n] for n in first)
-    return 2 * sum(sizes) - once + weights.head_bytes
+    stay = sum(sizes[n] for n in turn if head is None or not regions.layers[n].overlaps(head))
+    first = sum(sizes[: min(_KEPT, regions.slots)])
+    return sum(sizes) - first, sum(sizes) - stay
 
 
 def step_time(
@@ -130,31 +211,61 @@ def step_time(
         rates: how fast the machine is.
         resident: layers that a budget keeps on the device.
     """
-    streamed = run.accumulate * streamed_bytes(weights, run, resident=resident)
+    forward, backward = _layers_streamed(weights, run, resident)
     state = 8 * weights.adapter_count(run.rank) if run.optimizer_state == "host" else 0
     layers = len(weights.layers)
+    launch = 0.0 if run.graphs else layers * rates.launch
+    computed = _compute(weights, run, rates)
+    phases = (
+        Phase(
+            name="forward",
+            link=forward / rates.link,
+            compute=computed and computed[0],
+            launch=launch / 3,
+            overlap=-(-layers // run.block_size),
+        ),
+        Phase(name="head", link=weights.head_bytes / rates.link, compute=computed and computed[1]),
+        Phase(
+            name="backward",
+            link=backward / rates.link,
+            compute=computed and computed[2],
+            launch=launch * 2 / 3,
+            overlap=-(-layers // run.block_size),
+        ),
+    )
+    streamed = forward + weights.head_bytes + backward
     return StepTime(
-        link=(streamed + 2 * state) / rates.link,
-        compute=None if rates.compute is None else run.accumulate * _compute(weights, run, rates),
-        launch=0.0 if run.graphs else run.accumulate * layers * rates.launch,
+        phases=phases,
+        accumulate=run.accumulate,
+        optimizer=2 * state / rates.link,
         beside=run.accumulate * rates.beside,
-        streamed=streamed + state,
+        streamed=run.accumulate * streamed + state,
     )
 
 
-def _compute(weights: Weights, run: RunSettings, rates: Rates) -> float:
-    """Two operations for each number of a matrix and token, in the forward, its repetition and the
-    gradient of its input; of the head without the repetition; and the causal half of attention,
-    whose backward is two and a half times its forward."""
-    assert rates.compute is not None
+def _compute(weights: Weights, run: RunSettings, rates: Rates) -> tuple[float, float, float] | None:
+    """Return what the kernels of forward, head and backward take; None if it is not known.
+
+    A matrix takes two operations for each of its numbers and tokens in the forward, as many when
+    that is repeated, and as many for the gradient of its input; each time it is dequantised first.
+    Of attention only the causal half counts, and its backward is two and a half times its forward.
+    The backward of linear attention, with its repetition, is three times its forward.
+    """
+    if rates.compute is None:
+        return None
+    layers = len(weights.layers)
     matrices = sum(w.count for layer in weights.layers for w in layer if w.linear)
     queries = sum(
         w.shape[0] for layer in weights.layers for w in layer if w.name.endswith("q_proj.weight")
     )
-    operations = (
-        6 * matrices * run.tokens
-        + 4 * weights.head.count * run.tokens
-        + 4.5 * 2 * queries * run.tokens * run.seq_len
-    )
     linear = sum(any(LINEAR_ATTENTION in w.name for w in layer) for layer in weights.layers)
-    return operations / rates.compute + rates.linear_attention * run.tokens * linear
+    products = 2 * matrices * run.tokens / rates.compute
+    attention = 2 * queries * run.tokens * run.seq_len / rates.compute
+    fixed = layers * rates.kernels
+    fixed += matrices / rates.dequantise if run.precision == "nf4" else 0.0
+    recurrent = rates.linear_attention / 4 * run.tokens * linear
+    return (
+        products + attention + fixed + recurrent,
+        4 * weights.head.count * run.tokens / rates.compute,
+        2 * products + 3.5 * attention + 2 * fixed + 3 * recurrent,
+    )
