@@ -6,7 +6,6 @@ arm from the same seed, and compares everything that the script noted, bit for b
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import tempfile
@@ -23,12 +22,15 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config, 
 
 import poros
 from poros_core.prepare import prepared_of
+from semantics.mold import Mold
 
 os.environ["POROS_POISON"] = "1"
 torch.set_num_threads(1)
 
 LAYERS = 5
 """Blocks of two layers leave an odd one, and more units than slots."""
+FEW_LAYERS = 3
+"""As many say the same of blocks of one layer."""
 VOCAB = 96
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME_LINEAR = ("q_proj", "v_proj", "up_proj", "down_proj")
@@ -43,6 +45,7 @@ class Recipe:
     Attributes:
         precision: ``nf4`` (bf16 compute and the rest in bf16), ``bf16`` or ``fp32``.
         tied: whether the head shares the embedding's table.
+        layers: how many; None for as many as the block sizes need.
         lora: what differs from the usual ``LoraConfig``.
         before_peft: called with the Transformers model; returns the model to wrap.
         peft: False gives the bare Transformers model.
@@ -50,6 +53,7 @@ class Recipe:
 
     precision: str = "nf4"
     tied: bool = False
+    layers: int | None = None
     lora: Mapping[str, Any] = field(factory=dict)
     before_peft: Callable[[nn.Module], nn.Module] | None = None
     peft: bool = True
@@ -83,14 +87,14 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def checkpoint(*, tied: bool = False) -> Path:
+def checkpoint(*, tied: bool = False, layers: int = LAYERS) -> Path:
     """Write the tiny checkpoint once per session; biases and norms are not trivial."""
-    path = Path(_folder().name) / ("tied" if tied else "untied")
+    path = Path(_folder().name) / f"{'tied' if tied else 'untied'}-{layers}"
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -131,13 +135,13 @@ def load_plain(path: Path, *, precision: str = "nf4") -> nn.Module:
 
 
 @functools.cache
-def _pristine(precision: str, tied: bool) -> nn.Module:
-    return load_plain(checkpoint(tied=tied), precision=precision)
+def _pristine(precision: str, tied: bool, layers: int) -> Mold:
+    return Mold(load_plain(checkpoint(tied=tied, layers=layers), precision=precision))
 
 
 def base_model(recipe: Recipe) -> nn.Module:
     """Return a fresh Transformers model of a recipe."""
-    model = copy.deepcopy(_pristine(recipe.precision, recipe.tied))
+    model: nn.Module = _pristine(recipe.precision, recipe.tied, recipe.layers or LAYERS).cast()
     for module in model.modules():
         # In evaluation, a CPU that has AVX512-BF16 repacks 4-bit weights in place.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -156,7 +160,7 @@ def _build(recipe: Recipe) -> nn.Module:
         return get_peft_model(model, lora_config(**recipe.lora)).train()
 
 
-_BUILT: dict[str, nn.Module] = {}
+_BUILT: dict[str, Mold] = {}
 
 
 def build(recipe: Recipe) -> nn.Module:
@@ -165,8 +169,8 @@ def build(recipe: Recipe) -> nn.Module:
         return _build(recipe)
     key = repr(recipe)
     if key not in _BUILT:
-        _BUILT[key] = _build(recipe)
-    return copy.deepcopy(_BUILT[key])
+        _BUILT[key] = Mold(_build(recipe))
+    return _BUILT[key].cast()
 
 
 def batches(count: int, *, seed: int = 0, size: int = 2, padding: str = "right") -> list[Batch]:
@@ -299,6 +303,8 @@ def twins(
     Returns:
         The last streamed arm.
     """
+    if recipe.layers is None:
+        recipe = evolve(recipe, layers=FEW_LAYERS if set(sizes) == {1} else LAYERS)
     resident = play(script, recipe, streamed=False, late=late)
     for size in sizes:
         streamed = play(script, recipe, streamed=True, late=late, block_size=size)
