@@ -262,6 +262,17 @@ def test_a_budget_explains_units_that_stay() -> None:
     assert "a smaller --vram-budget shows streaming" in too_little
 
 
+def test_micro_batches_that_stream_each_for_itself_void_a_block_major_gate() -> None:
+    def problems(streamed: int) -> list[str]:
+        counters = [{"bytes_streamed": 120}, {"bytes_streamed": streamed}]
+        return Evidence(
+            counters=counters, resident_units=0, least_bytes=100, untrained=[], most_bytes=150
+        ).problems()
+
+    assert problems(150) == []
+    assert problems(151)[0].startswith("a step streamed 151 bytes, and its micro-batches together")
+
+
 def test_activations_are_no_weights() -> None:
     def problems(activation_bytes: int) -> list[str]:
         step = {"bytes_streamed": 120, "activation_bytes": activation_bytes}

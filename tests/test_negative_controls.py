@@ -111,6 +111,7 @@ def test_a_runtime_that_does_not_stream_cannot_be_disturbed() -> None:
     [
         ({"plant": "gremlins"}, "--plant must be 'flipped-bit', .* or 'autocast-not-restored'"),
         ({"backward": "joint"}, "give --accumulate 2 or more"),
+        ({"backward": "block-major"}, "give --accumulate 2 or more, and --dropout 0"),
         ({"plant": "early-read", "plant_fault": True}, "either --plant or --plant-fault"),
         ({"resume_at": 2}, "--resume-at must be a step before the last, from 1 to 1; got 2"),
         ({"layers": "many"}, "--layers must be a number"),

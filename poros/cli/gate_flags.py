@@ -109,7 +109,8 @@ Padding = Annotated[
 Backward = Annotated[
     str,
     typer.Option(
-        help="One backward for 'each' micro-batch, or a 'joint' one for all of a step.",
+        help="One backward for 'each' micro-batch, a 'joint' one for all of a step, or, in the "
+        "streamed arm, block by block: 'block-major'.",
         rich_help_panel=_MODES,
     ),
 ]

@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
+from poros_core.accumulate import accumulate
 from poros_core.call_state import rng_state, set_rng_state
 from poros_core.gate.compare import StepView
 from poros_core.gate.controls import disturb
@@ -42,7 +43,7 @@ class Arm:
         meter: Meter,
         seed: int,
         modes: Modes | None = None,
-        joint: bool = False,
+        backward: str = "each",
         cache: bool = True,
     ) -> None:
         """Make an arm of a model that is ready to train.
@@ -53,14 +54,14 @@ class Arm:
             meter: measures it.
             seed: of its random-number stream.
             modes: how it computes; None means the default.
-            joint: one backward for all micro-batches of a step.
+            backward: as in ``GateOptions``.
             cache: whether forwards build a key/value cache, as they do by default.
         """
         self.name = name
         self.model = model
         self.meter = meter
         self.modes = modes or Modes()
-        self.joint = joint
+        self.backward = backward
         self.cache = cache
         self.device = next(iter(_trainable(model).values())).device
         self.params = _trainable(model)
@@ -121,19 +122,27 @@ class Arm:
 
     def _accumulate(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Add up the gradients of a step's micro-batches; return their losses, detached."""
+        if self.backward == "block-major" and self.prepared is not None:
+            found = accumulate(self.model, batches, loss=self._loss)
+            return [loss / len(batches) for loss in found]
+        joint = self.backward == "joint"
         losses: list[torch.Tensor] = []
-        more = {} if self.cache else {"use_cache": False}
         for batch in batches:
-            with autocast(self.modes, self.device):
-                loss = self.model(**batch, **more).loss / len(batches)
-            if not self.joint:
-                loss.backward()
+            loss = self._loss(self.model, batch) / len(batches)
+            if not joint:
+                loss.backward()  # type: ignore[no-untyped-call]
                 loss = loss.detach()
             losses.append(loss)
-        if self.joint:
+        if joint:
             total = torch.stack(losses).sum()
             total.backward()  # type: ignore[no-untyped-call]
         return [loss.detach() for loss in losses]
+
+    def _loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        more = {} if self.cache else {"use_cache": False}
+        with autocast(self.modes, self.device):
+            loss: torch.Tensor = model(**batch, **more).loss
+        return loss
 
     def state(self) -> dict[str, Any]:
         """Return what training goes on from, on the host: see ``load_state``."""
@@ -290,7 +299,7 @@ class Workshop:
             meter=meter,
             seed=self.options.seed + 1,
             modes=self.options.modes,
-            joint=self.options.backward == "joint",
+            backward=self.options.backward,
             # without one a layer may compute in another layout: no arm has it then
             cache=not (self.options.modes.compile or self.options.checkpointing),
         )

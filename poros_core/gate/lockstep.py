@@ -17,6 +17,7 @@ from poros_core.gate.fingerprints import FingerprintWriter
 from poros_core.gate.options import GateOptions
 from poros_core.gate.progress import Progress
 from poros_core.gate.record import Evidence
+from poros_core.host_store import ALIGNMENT
 from poros_core.prepare import Prepared
 
 __all__ = ["Lockstep", "Observer", "evidence_of", "least_bytes", "loss_of"]
@@ -140,15 +141,19 @@ def loss_of(view: StepView) -> float:
     return sum(float(loss) for name, loss in losses.items() if name.startswith("micro-batch"))
 
 
-def evidence_of(arm: Arm, counters: Sequence[Mapping[str, int]], *, accumulate: int) -> Evidence:
+def evidence_of(
+    arm: Arm, counters: Sequence[Mapping[str, int]], *, options: GateOptions
+) -> Evidence:
     """Return what a streamed arm shows of its streaming and training."""
     prepared = arm.prepared
     assert prepared is not None
     resident = arm.counters()["resident_units"]
+    once = options.backward == "block-major"
     return Evidence(
         counters=counters,
         resident_units=resident,
-        least_bytes=accumulate * least_bytes(arm),
+        least_bytes=least_bytes(arm) * (1 if once else options.accumulate),
+        most_bytes=_bytes_of_one(prepared) if once else None,
         untrained=arm.untrained(),
         budget=prepared.settings.vram_budget,
         resident_bytes=resident * min(_layer_bytes(prepared)),
@@ -170,6 +175,14 @@ def least_bytes(arm: Arm) -> int:
     if prepared.settings.vram_budget is not None:
         spared += 2 * arm.counters()["resident_units"]
     return max(0, 2 * sum(sizes) - spared * max(sizes))
+
+
+def _bytes_of_one(prepared: Prepared) -> int:
+    """Return how many bytes one micro-batch streams at most: every layer twice, the head once."""
+    layers, head = prepared.plan.layers, prepared.plan.head
+    units = [*layers, *layers, *([] if head is None else [head])]
+    sizes = [ref.get().nbytes for unit in units for ref in unit.refs]
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 def _layer_bytes(prepared: Prepared) -> list[int]:

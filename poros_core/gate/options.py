@@ -98,7 +98,8 @@ class GateOptions:
         data: a safetensors file of tokenised records; None means seeded random tokens.
         padding: the side on which rows are padded. On the left, masks decide what real tokens see.
         backward: one for ``"each"`` micro-batch, or one for all of a step: ``"joint"``. Then
-            every row is padded to ``seq_len``.
+            every row is padded to ``seq_len``. With ``"block-major"`` the streamed arm accumulates
+            by ``poros.accumulate``, and the resident ones by one for each micro-batch.
         checkpointing: whether the resident arms keep no activations inside layers, as
             Transformers' gradient checkpointing does, for shapes that would not fit otherwise.
             No arm builds a cache then.
@@ -133,7 +134,9 @@ class GateOptions:
     )
     data: Path | None = None
     padding: Literal["right", "left"] = field(default="right", validator=_one_of("right", "left"))
-    backward: Literal["each", "joint"] = field(default="each", validator=_one_of("each", "joint"))
+    backward: Literal["each", "joint", "block-major"] = field(
+        default="each", validator=_one_of("each", "joint", "block-major")
+    )
     checkpointing: bool = False
     resume_at: int | None = field(default=None, validator=_resume_at)
     layers: int | str | None = field(default=None, validator=_layers)
@@ -255,6 +258,11 @@ def _check(options: GateOptions, subject: Subject) -> None:
     if options.backward == "joint" and options.accumulate == 1:
         raise GateError(
             "--backward joint takes one backward for several forwards: give --accumulate 2 or more."
+        )
+    if options.backward == "block-major" and (options.accumulate == 1 or options.dropout):
+        raise GateError(
+            "--backward block-major takes several micro-batches without dropout: give --accumulate "
+            "2 or more, and --dropout 0."
         )
     if options.weights == "rolled" and options.model is not None:
         raise GateError("--weights rolled makes random weights, and --model has its own.")

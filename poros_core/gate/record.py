@@ -51,6 +51,7 @@ class Evidence:
         untrained: adapter tensors without a usable gradient, or that ended as they started.
         budget: the ``vram_budget`` that it was prepared with.
         resident_bytes: bytes that the resident units take at least.
+        most_bytes: bytes that a step streams at most where all of its micro-batches share them.
     """
 
     counters: Sequence[Mapping[str, int]]
@@ -59,6 +60,7 @@ class Evidence:
     untrained: Sequence[str]
     budget: int | str | None = None
     resident_bytes: int = 0
+    most_bytes: int | None = None
 
     def problems(self) -> list[str]:
         """Return why a verdict would be void; empty if it stands."""
@@ -71,6 +73,12 @@ class Evidence:
                 if self.budget is None
                 else f"a step streamed {streamed} bytes, and those that do not stay on the device "
                 f"take at least {self.least_bytes}: a smaller --vram-budget shows streaming"
+            )
+        largest = max((_weights(step) for step in self.counters), default=0)
+        if self.most_bytes is not None and largest > self.most_bytes:
+            found.append(
+                f"a step streamed {largest} bytes, and its micro-batches together take at most "
+                f"{self.most_bytes}"
             )
         if self.resident_units and self.budget is None:
             found.append(f"{self.resident_units} units stayed on the device without a budget")

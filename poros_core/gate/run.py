@@ -201,9 +201,7 @@ class _Gate:
                 arms=arms,
                 control=lockstep.control,
                 streamed=lockstep.streamed,
-                evidence=evidence_of(
-                    arms["streamed"], progress.counters, accumulate=self.options.accumulate
-                ),
+                evidence=evidence_of(arms["streamed"], progress.counters, options=self.options),
                 fault=fault,
                 losses=progress.losses,
                 segments=progress.segments,
@@ -246,7 +244,7 @@ class _Gate:
                 arms={"streamed": arm},
                 control=None,
                 streamed=against.comparison,
-                evidence=evidence_of(arm, counters, accumulate=self.options.accumulate),
+                evidence=evidence_of(arm, counters, options=self.options),
                 fault=fault,
                 losses={"streamed": losses},
                 segments=[],

@@ -167,7 +167,10 @@ class MicroBatch:
             self.token.drop()
 
     def _go_on(self, reply: Any = None, *, error: BaseException | None = None) -> None:
-        said = self._routine.resume(reply, error=error)
+        try:
+            said = self._routine.resume(reply, error=error)
+        finally:
+            del reply, error
         if self._routine.ended:
             self._loss, self.asked = said, None
         else:
@@ -252,6 +255,7 @@ class BlockMajor:
             if isinstance(part.asked, _AtBlock)
         }:
             wave = _Wave(min(blocks.values(), key=lambda block: block.layers.start))
+            wave.block.refresh()
             self._claim((param for _, _, param in wave.block.trainable()), place=wave)
             with wave.block.holding(wave.block.layers, backward=False):
                 for part in self._parts:

@@ -150,7 +150,10 @@ class Routine:
         self._thread.join()
         self.ended = True
         if said.error is not None:
-            raise said.error
+            try:
+                raise said.error
+            finally:
+                del said  # its traceback has this frame in it
         return said.value
 
     def ask(self, request: Any) -> Any:
@@ -161,7 +164,10 @@ class Routine:
         del request
         reply, error = self._replies.get()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error
         return reply
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import gc
 import threading
@@ -27,12 +29,15 @@ LAYERS = 3
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
+def threads_left() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("poros micro-batch")]
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     """Every thread of every test has ended with it."""
-    before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert not threads_left()
 
 
 def own_loss(model: Any, batch: Batch) -> torch.Tensor:
@@ -258,6 +263,42 @@ def test_scales() -> None:
 
 def test_a_model_that_evaluates_may_have_dropout() -> None:
     twins(Run.train, build(lora_dropout=0.1).eval())
+
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
+
+
+def test_losses_see_the_state_of_the_callers_thread() -> None:
+    packed: dict[bool, list[torch.Size]] = {}
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        assert bool(threads_left()) == (threading.current_thread() is not threading.main_thread())
+        assert VARIABLE.get() == 1
+        assert torch.get_default_device() == torch.device("meta")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert not torch.is_autocast_cache_enabled()
+        return own_loss(model, batch)
+
+    def script(run: Run) -> None:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed.setdefault(run.streamed, []).append(tensor.shape)
+            return tensor
+
+        data = batches(2)
+        token = VARIABLE.set(1)
+        with (
+            torch.device("meta"),
+            torch.autocast("cpu", torch.float16, enabled=False, cache_enabled=False),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            losses = run.losses(data)
+        VARIABLE.reset(token)
+        run.step(losses)
+
+    twins(script, build(), loss=loss)
+    hidden = (*batches(1)[0]["input_ids"].shape, 64)
+    assert packed[True].count(hidden) >= LAYERS, "what blocks save"
+    assert any(shape[-1:] == (96,) for shape in packed[True]), "what losses save"
 
 
 def test_hooks_and_an_optimizer_inside_of_the_backward() -> None:
@@ -583,7 +624,7 @@ def test_after_an_exception_the_model_is_as_before(place: str, offload: bool) ->
     planted = layers_of(run.model)[1].mlp.register_forward_pre_hook(hook)
     with pytest.raises((Planned, KeyboardInterrupt)) as caught:
         run.losses(batches(PARTS))
-    assert threading.active_count() == 1
+    assert not threads_left()
     assert not run.handle.units.outstanding
     planted.remove()
     run.optimizer.zero_grad()
@@ -593,6 +634,33 @@ def test_after_an_exception_the_model_is_as_before(place: str, offload: bool) ->
     compare(plain_notes(), run.notes)
     assert run.handle.units.shared
     poros.unprepare(run.model)
+
+
+@pytest.mark.parametrize("where", ["loss", "block"])
+def test_what_an_exception_held_goes_with_it(where: str) -> None:
+    """Without waiting for the collector, which on a device would be too late."""
+    held: list[weakref.ref[Any]] = []
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        found = own_loss(model, batch)
+        held.append(weakref.ref(found))
+        raise Planned
+
+    def fail(module: Any, args: Any) -> None:
+        held.append(weakref.ref(args[0]))
+        raise Planned
+
+    run = Run(build(), streamed=True, loss=loss if where == "loss" else own_loss)
+    if where == "block":
+        layers_of(run.model)[1].mlp.register_forward_pre_hook(fail)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(Planned):
+            run.losses(batches(2))
+        assert [ref() for ref in held] == [None]
+    finally:
+        gc.enable()
 
 
 def test_nothing_stays_alive() -> None:
