@@ -29,8 +29,13 @@ def is_deterministic(device: torch.device) -> bool:
 
 
 def _cuda_used() -> bool:
+    """Say whether cuBLAS may have read its setting: whether there ever was a tensor on a device.
+    That CUDA is initialised does not say so; importing some packages does that."""
     cuda: Any = torch.cuda
-    return bool(cuda.is_available() and cuda.is_initialized())
+    return bool(cuda.is_available() and cuda.is_initialized()) and any(
+        cuda.memory_stats(device).get("allocation.all.allocated", 0)
+        for device in range(cuda.device_count())
+    )
 
 
 @contextmanager

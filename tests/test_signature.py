@@ -53,7 +53,9 @@ class Subject:
         self.wanted = True
 
     def key(self) -> ForwardKey | None:
-        call = isolated(LayerCall(1, (), dict(self.kwargs)), training=True)
+        call = isolated(
+            LayerCall(1, (), dict(self.kwargs)), training=True, device=torch.device("cpu")
+        )
         self.block.refresh()
         made, entering = make_call(self.block, [call], shared_names=(), thread=False)
         made.state = capture(torch.device("cpu"), self.block.modules)
@@ -228,7 +230,7 @@ def test_an_argument_of_unknown_kind_makes_the_block_eager(subject: Subject) -> 
 
 def test_a_cache_that_the_caller_goes_on_with_makes_the_block_eager(subject: Subject) -> None:
     cache = DynamicCache()
-    call = isolated(LayerCall(1, (), {"cache": cache}), training=False)
+    call = isolated(LayerCall(1, (), {"cache": cache}), training=False, device=torch.device("cpu"))
     made, _ = make_call(subject.block, [call], shared_names=(), thread=False)
     made.state = capture(torch.device("cpu"), subject.block.modules)
     constants = BlockConstants(subject.block)

@@ -303,12 +303,13 @@ class IsolatedCache:
     live: Cache | None = field(repr=False)
 
 
-def isolated(call: LayerCall, *, training: bool) -> LayerCall:
+def isolated(call: LayerCall, *, training: bool, device: torch.device) -> LayerCall:
     """Put caches that a recompute can repeat in place of a call's own; see [Note: Caches].
 
     Args:
         call: the call of a layer.
         training: whether the layer trains; then its caller's cache stays empty.
+        device: where it computes.
     """
     if not torch.is_grad_enabled():
         return call
@@ -316,7 +317,10 @@ def isolated(call: LayerCall, *, training: bool) -> LayerCall:
     def isolate(value: Any) -> Any:
         if not isinstance(value, Cache):
             return value
-        return IsolatedCache(_copy_for(value, call.layer), None if training else value)
+        empty = _copy_for(value, call.layer)
+        if call.layer < len(empty.layers):
+            _put_numbers_on(device, empty.layers[call.layer])
+        return IsolatedCache(empty, None if training else value)
 
     return LayerCall(
         call.layer,
@@ -338,6 +342,18 @@ def _copy_for(cache: Cache, layer: int) -> Cache:
     if layer < len(fresh.layers):
         fresh.layers[layer] = copy.deepcopy(cache.layers[layer])
     return fresh
+
+
+def _put_numbers_on(device: torch.device, layer: Any) -> None:
+    """Put the single numbers that a cache's layer holds as CPU tensors, such as the width of its
+    window, where the layer would put them. It does so at its first update, by a copy that waits for
+    the device and that no graph can take; filling a tensor does neither."""
+    if device.type == "cpu":
+        return
+    for name, value in list(vars(layer).items()):
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0:
+            filled = torch.full((), value.item(), dtype=value.dtype, device=device)
+            setattr(layer, name, filled)
 
 
 def _version(leaf: object) -> int:

@@ -222,7 +222,11 @@ class StreamedHandle:
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        this = isolated(LayerCall(index, args, kwargs), training=self._layers[index].training)
+        this = isolated(
+            LayerCall(index, args, kwargs),
+            training=self._layers[index].training,
+            device=self.plan.device,
+        )
         call = self._followed.call
         if call is None:
             return self._run(self._singles[index], hidden, [this], None)
