@@ -7,12 +7,15 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
 from poros_core.determinism import is_deterministic
 from poros_core.family import Family
+from poros_core.host_memory import layout
 from poros_core.plan import base_model_of
+from poros_core.planner.memory import CONTEXT_BYTES
 from poros_core.settings import Settings
 from poros_core.status import family_status, running_stack
 
@@ -25,6 +28,8 @@ __all__ = ["panel_lines", "print_panel"]
 
 _PLAIN = "bf16"
 """Name of the codec of weights that are computed with as they are stored, whatever their dtype."""
+_TRAINED = 12
+"""Bytes of a trained parameter beside its own: gradient and AdamW's two tensors, in float32."""
 _DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}
 
 
@@ -56,6 +61,7 @@ def panel_lines(
             else f"matches the record {status.record.file}",
         ),
         ("block_size", str(settings.block_size)),
+        *_budget(model, plan, settings),
         ("guarantee", guarantee),
     ]
 
@@ -82,6 +88,42 @@ def _towers(plan: BlockPlan) -> list[tuple[str, str]]:
         if not part.startswith(decoder)
     ]
     return [("on device", ", ".join(parts))] if parts else []
+
+
+def _budget(model: nn.Module, plan: BlockPlan, settings: Settings) -> list[tuple[str, str]]:
+    """Return what a budget has room for, as far as that is known before the first step."""
+    if settings.vram_budget is None:
+        return []
+    budget = _budget_bytes(settings.vram_budget, plan.device)
+    if budget is None:
+        return [("vram_budget", "auto")]
+    base = sum(layout(unit.refs)[1] for unit in plan.units())
+    trained = [param for param in model.parameters() if param.requires_grad]
+    training = sum(param.nbytes + _TRAINED * param.numel() for param in trained)
+    text = f"{budget / 1e9:.2f} GB"
+    if settings.vram_budget == "auto":
+        text = f"auto, {text} now"
+    context = CONTEXT_BYTES if plan.device.type == "cuda" else 0
+    if base + training + context > budget:
+        return [("vram_budget", f"{text}; the base takes {base / 1e9:.2f} GB")]
+    return [
+        (
+            "vram_budget",
+            f"{text}; the base takes {base / 1e9:.2f} GB, so that all of it may stay on the device "
+            "(the first step measures that): the plain resident path, without poros.prepare(), "
+            "remains the right choice there",
+        )
+    ]
+
+
+def _budget_bytes(budget: int | str, device: torch.device) -> int | None:
+    """Return a budget in bytes; None for ``"auto"`` where the device's memory is not counted."""
+    if not isinstance(budget, str):
+        return budget
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + torch.cuda.memory_reserved(device)
 
 
 def adapter_name(model: nn.Module) -> str:

@@ -111,6 +111,54 @@ def test_any_order_of_use_is_served(sizes: list[int], slots: int, data: st.DataO
         device.prefetch(upcoming_forward(unit, layers=len(sizes), head=len(sizes)))
 
 
+def fewest_copies(order: Sequence[int], places: Sequence[Region]) -> int:
+    """Return a number of copies that no policy can serve an order with fewer than: a unit comes at
+    its first use, and again if another one whose region overlaps was used since its last."""
+    copies = 0
+    for position, unit in enumerate(order):
+        before = [n for n in range(position) if order[n] == unit]
+        since = order[before[-1] + 1 : position] if before else []
+        copies += not before or any(places[unit].overlaps(places[other]) for other in since)
+    return copies
+
+
+@given(SIZES, st.integers(1, 5), st.data())
+def test_any_order_takes_the_fewest_copies(
+    sizes: list[int], slots: int, data: st.DataObject
+) -> None:
+    """Where the policy knows what comes, fetching ahead costs no copy beyond those that every
+    policy needs."""
+    device = Device(sizes, slots=slots, head=data.draw(st.sampled_from([256, 1024, 8192])))
+    order = data.draw(st.lists(st.integers(0, len(sizes)), max_size=30))
+    places = [place for place in device.places if place is not None]
+    device.prefetch(order)
+    for position, unit in enumerate(order):
+        device.acquire(unit)
+        device.release(unit)
+        device.prefetch(order[position + 1 :])
+    assert device.copies == fewest_copies(order, places)
+
+
+@given(SIZES, st.integers(1, 5), st.integers(0, 60000), st.sampled_from([0, 512, 8192]))
+def test_with_residents_the_rest_is_copied_as_rarely(
+    sizes: list[int], slots: int, spare: int, head: int
+) -> None:
+    """Layers that stay are copied never again, those that stream as in a model without them, and
+    no more is held than the budget leaves."""
+    chosen = most_resident(sizes, spare=spare)
+    streaming = [nbytes for layer, nbytes in enumerate(sizes) if layer not in chosen]
+    assert sum(sizes) - sum(streaming) <= spare
+    device = Device(streaming, slots=slots, head=head)
+    device.step()
+    first = device.copies
+    device.step()
+    uses = [*range(len(streaming)), *([len(streaming)] if head else [])]
+    step = [*uses, *reversed(range(len(streaming)))]
+    places = [place for place in device.places if place is not None]
+    assert first == fewest_copies(step, places)
+    assert device.copies == fewest_copies(2 * step, places)
+
+
 @given(SIZES, st.integers(1, 5), st.integers(0, 4096))
 @settings(max_examples=50)
 def test_regions_fit_and_layers_overlap_only_in_one_slot(
