@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["FileLanding", "give_back_free_memory", "land_in_memory"]
+__all__ = ["FileLanding", "give_back_free_memory", "land_in_memory", "room_for"]
 
 _SMALL = 1 << 16
 """Bytes below which a tensor is left to the allocator, which serves it from what it has."""
@@ -25,6 +25,13 @@ def land_in_memory(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu" or tensor.nbytes < _SMALL:
         return tensor.cpu()
     return _copied(tensor, mmap.mmap(-1, tensor.nbytes))
+
+
+def room_for(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor on a device, shaped like another."""
+    if device.type != "cpu" or like.nbytes < _SMALL:
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    return _mapped(like, mmap.mmap(-1, like.nbytes))
 
 
 def give_back_free_memory() -> None:
@@ -67,5 +74,9 @@ class FileLanding:
 
 
 def _copied(tensor: torch.Tensor, memory: mmap.mmap) -> torch.Tensor:
-    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel())
-    return flat.view(tensor.shape).copy_(tensor)
+    return _mapped(tensor, memory).copy_(tensor)
+
+
+def _mapped(like: torch.Tensor, memory: mmap.mmap) -> torch.Tensor:
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+    return flat.view(like.shape)

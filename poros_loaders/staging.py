@@ -34,6 +34,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_core.finite import FiniteCheck
 from poros_core.host_memory import ALIGNMENT
+from poros_core.landing import give_back_free_memory, room_for
 from poros_loaders.checkpoint import Checkpoint, read_checkpoint
 from poros_loaders.pretrained import load_checked
 from poros_loaders.read_ahead import ReadAhead
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["load_staged"]
 
 _numbers = itertools.count()
+_TIDY = 16 << 20
+"""Bytes of packed weights after which memory that is free is given back, on a CPU."""
 _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
@@ -113,6 +116,7 @@ class _Stage:
         self._checkpoint = read_checkpoint(request.path)
         self._reader = WeightReader(request.device)
         self._ahead = ReadAhead(sorted(self._checkpoint.files))
+        self._untidy = 0
 
     def __enter__(self) -> _Stage:
         self._reader.__enter__()
@@ -171,6 +175,14 @@ class _Stage:
                 tensor = getattr(owner, attribute, None)
                 if isinstance(tensor, torch.Tensor):
                     setattr(owner, attribute, self._back(name, tensor))
+        self._tidy(parameter.nbytes)
+
+    def _tidy(self, nbytes: int) -> None:
+        """Keep what quantising on a CPU frees from piling up between the small things that stay."""
+        self._untidy += nbytes if self._device.type == "cpu" else 0
+        if self._untidy > _TIDY:
+            self._untidy = 0
+            give_back_free_memory()
 
     def _back(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self._land(tensor) if self._berths is None else self._berths.land(name, tensor)
@@ -181,7 +193,7 @@ class _Stage:
             return None
         if _DTYPES.get(header.dtype) != tensor.dtype or not tensor.is_contiguous():
             return None
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        found = room_for(tensor, self._device)
         given = self._reader.give(source, found.view(-1).view(torch.uint8))
         return found if given else None
 
