@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from poros.cli import main
+from poros_core import demo
 from poros_core.demo import check_output
 from poros_core.demo_model import demo_batches, demo_tokenizer, sample, write_demo_checkpoint
 from poros_core.errors import PorosError
@@ -77,7 +78,16 @@ def test_a_folder_with_other_files_is_refused(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_the_whole_demo(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "gate_steps"),
+    [(36, 3), pytest.param(demo.STEPS, demo.GATE_STEPS, marks=pytest.mark.slow)],
+    ids=["fewer steps", "as it is"],
+)
+def test_the_whole_demo(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, gate_steps: int
+) -> None:
+    monkeypatch.setattr(demo, "STEPS", steps)
+    monkeypatch.setattr(demo, "GATE_STEPS", gate_steps)
     output = tmp_path / "adapter"
     code, out, _ = cli("--output", str(output))
     assert code == 0, out

@@ -72,9 +72,10 @@ def batches(family: str) -> Iterator[Batch]:
         }
 
 
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("family", MODELS)
-def test_training_with_images_is_exact(family: str) -> None:
-    with bench(family, shape="tiny-multimodal", block_sizes=(1, 2)) as opened:
+def test_training_with_images_is_exact(family: str, size: int) -> None:
+    with bench(family, shape="tiny-multimodal", block_sizes=(size,)) as opened:
         opened.batches = batches(family)
         check_training(opened)
         opened.build()

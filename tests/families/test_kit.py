@@ -39,6 +39,7 @@ def install_llama(site: PluginSite, more: str = "") -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_third_party_family_passes(plugin_site: PluginSite) -> None:
     install_llama(plugin_site)
     check_family("llama")
@@ -55,7 +56,10 @@ def test_a_third_party_family_passes(plugin_site: PluginSite) -> None:
 )
 def test_a_family_with_wrong_layers_fails(plugin_site: PluginSite, more: str, message: str) -> None:
     install_llama(plugin_site, more)
-    with pytest.raises(ConformanceError, match=message), conformance.bench("llama") as opened:
+    with (
+        pytest.raises(ConformanceError, match=message),
+        conformance.bench("llama", block_sizes=(2,)) as opened,
+    ):
         conformance.check_training(opened)
 
 
