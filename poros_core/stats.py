@@ -27,7 +27,8 @@ class Stats:
     """What the steps of a prepared model cost.
 
     A step runs from the start of one forward with gradients to the start of the next, so it has
-    in it whatever the loop does in between; with gradient accumulation it is one micro-batch.
+    in it whatever the loop does in between; with gradient accumulation it is one micro-batch, and
+    with ``poros.accumulate`` all that one call takes.
     Figures per step are medians over the last ``RECENT`` steps, which an evaluation now and then
     does not move. None means that nothing is known: no step is complete, or there is no such
     thing here.

@@ -129,12 +129,12 @@ def watch(monkeypatch: pytest.MonkeyPatch, *, graphs: bool = True) -> list[LateL
     def watched_acquire(window: Window, unit: int) -> None:
         acquire(window, unit)
         place = window._places[unit]
-        if place is not None:
+        if place is not None and _watched(window):
             _lane(window).check(Span.of(place.memory))
 
     def watched_release(window: Window, unit: int) -> None:
         place = window._places[unit]
-        if place is not None:
+        if place is not None and _watched(window):
             _lane(window).use(Span.of(place.memory))
         release(window, unit)
 
@@ -171,6 +171,11 @@ def watch(monkeypatch: pytest.MonkeyPatch, *, graphs: bool = True) -> list[LateL
     monkeypatch.setattr(Units, "lend", watched_lend)
     monkeypatch.setattr(Units, "take_back", watched_take_back)
     return lanes
+
+
+def _watched(window: Window) -> bool:
+    """Whether a window is a model's that was prepared since; others may not be collected yet."""
+    return isinstance(window._lane, LateLane)
 
 
 def _lane(window: Window) -> LateLane:
