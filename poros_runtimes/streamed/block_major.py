@@ -235,6 +235,7 @@ class BlockMajor:
             StateError: something was random, or cannot be added up in the ordinary order.
         """
         try:
+            # for all of them: one that is ahead would turn it on again for the others
             with checkpointing_off(self._layers):
                 self._forward()
                 losses = [self._loss_of(part, scale) for part in self._parts]

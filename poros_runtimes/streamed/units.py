@@ -15,20 +15,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import accumulate, islice
+from itertools import islice
 
 import torch
 
 from poros_core.host_store import ALIGNMENT, HostStore
 from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
-from poros_core.schedule import (
-    Region,
-    Regions,
-    most_resident,
-    upcoming_backward,
-    upcoming_forward,
-)
+from poros_core.schedule import Region, upcoming_backward, upcoming_forward
 from poros_core.scratch import register
 from poros_core.settings import Settings
 from poros_runtimes.streamed.activations import HostActivations
@@ -40,6 +34,7 @@ from poros_runtimes.streamed.capture import CudaCapturer
 from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
+from poros_runtimes.streamed.unit_sizes import UnitSizes
 from poros_runtimes.streamed.window import Window
 
 __all__ = ["Units"]
@@ -79,10 +74,12 @@ class Units:
         for table in plan.embeddings:
             store.adopt(table.refs)
         size = max(len(group) for group in plan.blocks(settings.block_size))
-        self._slots = max(2, 2 * size)
-        self._layer_bytes = [0 if image is None else image.nbytes for image in images]
-        self._head_bytes = 0 if head is None else head.nbytes
-        slots, regions = self._regions(self._head_bytes)
+        self.sizes = UnitSizes(
+            tuple(0 if image is None else image.nbytes for image in images),
+            0 if head is None else head.nbytes,
+            slots=max(2, 2 * size),
+        )
+        slots, regions = self.sizes.regions(head=True, resident=())
         self._lane = make_lane(plan.device)
         self.activations: HostActivations | None = None
         if settings.offload_activations:
@@ -133,19 +130,6 @@ class Units:
     def outstanding(self) -> bool:
         """Whether a backward is still to come."""
         return any(token.outstanding for token in self._tokens)
-
-    def _regions(
-        self, head_bytes: int, *, resident: frozenset[int] | None = None
-    ) -> tuple[Regions, dict[int, Region]]:
-        """Lay out what streams, or would with ``resident``; return that, and each unit's region."""
-        resident = self.resident if resident is None else resident
-        streaming = [layer for layer in range(self._count) if layer not in resident]
-        sizes = [self._layer_bytes[layer] for layer in streaming]
-        regions = Regions.lay_out(sizes, slots=self._slots, head_bytes=head_bytes)
-        found = dict(zip(streaming, regions.layers, strict=True))
-        if self._head is not None and regions.head is not None:
-            found[self._head] = regions.head
-        return regions, found
 
     def _new_arena(self, size: int, *, kept: int) -> Arena:
         self._slot_bytes = kept
@@ -281,7 +265,7 @@ class Units:
 
     @torch.inference_mode(False)
     def _rebuild(self) -> None:
-        slots, regions = self._regions(self._head_bytes)
+        slots, regions = self.sizes.regions(head=True, resident=self.resident)
         self._arena = self._new_arena(slots.size, kept=slots.slot_bytes)
         self.window.rebuild(regions, self._arena.memory)
         self._capture_in(self._arena)
@@ -310,38 +294,22 @@ class Units:
         if spare < 0:
             self._waiting = True  # the next forward asks again
             raise budget.refuse(spare)
-        chosen = self._most_resident(spare)
-        nbytes = sum(self._layer_bytes[layer] for layer in chosen)
+        chosen = self.sizes.most_resident(spare=spare, slot_bytes=self._slot_bytes)
+        nbytes, own = self.sizes.side_by_side(chosen)
         _log.info("units_kept", units=len(chosen), bytes=nbytes, spare=spare)
         if not chosen:
             return
         kept = PlainArena(nbytes, device=self._plan.device)
         self._lane.adopt(kept)
-        offsets = accumulate((self._layer_bytes[i] for i in sorted(chosen)), initial=0)
-        own = {
-            layer: Region(offset, self._layer_bytes[layer])
-            for layer, offset in zip(sorted(chosen), offsets, strict=False)
-        }
-        head_bytes = self._head_bytes if self.shared else 0
-        _, streaming = self._regions(head_bytes, resident=chosen)
+        _, streaming = self.sizes.regions(head=self.shared, resident=chosen)
         self.window.move(own, kept.memory)
         self.window.move(streaming, self.window.arena)
         self.resident = chosen
         self._capture_in(self._arena)
 
-    def _most_resident(self, spare: int) -> frozenset[int]:
-        """Choose layers so that those that stream still fit the slots, beyond which graphs keep
-        their temporaries: where layers differ in size, others may come to share a slot."""
-        while chosen := most_resident(self._layer_bytes, spare=spare):
-            slots, _ = self._regions(0, resident=chosen)
-            if slots.slot_bytes <= self._slot_bytes:
-                return chosen
-            spare = sum(self._layer_bytes[layer] for layer in chosen) - 1
-        return chosen
-
     @torch.inference_mode(False)
     def _move_layers(self, reason: str) -> None:
-        slots, regions = self._regions(0)
+        slots, regions = self.sizes.regions(head=False, resident=self.resident)
         arena = self._new_arena(slots.size, kept=slots.size)
         self.window.rebuild(regions, arena.memory)
         self._arena, self.shared = arena, False
@@ -351,12 +319,12 @@ class Units:
     @torch.inference_mode(False)
     def _move_head(self) -> None:
         assert self._head is not None
-        arena = PlainArena(self._head_bytes, device=self._plan.device)
+        arena = PlainArena(self.sizes.head, device=self._plan.device)
         self._lane.adopt(arena)
-        self.window.move({self._head: Region(0, self._head_bytes)}, arena.memory)
+        self.window.move({self._head: Region(0, self.sizes.head)}, arena.memory)
         self.shared = False
         reason = "a graph left a tensor in the arena"
-        _log.info("head_moved", reason=reason, bytes=self._head_bytes)
+        _log.info("head_moved", reason=reason, bytes=self.sizes.head)
 
     @property
     def _idle(self) -> bool:

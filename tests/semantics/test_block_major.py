@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import poros
 from poros_core.plugins import plugins
 from poros_core.prepare import prepared_of
+from poros_runtimes.streamed.cuts import Cut, Entry
 from poros_runtimes.streamed.graphs import GraphExecutor
 from semantics.arms import SOME_LINEAR, Batch, batches, compare, layers_of
 from semantics.races import watch
@@ -353,6 +354,34 @@ def test_between_ordinary_steps_and_with_the_optimizer_on_the_host() -> None:
     assert run.handle.counters()["resident_units"] == LAYERS
 
 
+def test_a_tensor_that_enters_several_blocks_adds_up_from_the_last() -> None:
+    factors = [torch.full((1,), value) for value in (1e8, 1.0, -1e8, 3.0)]
+    ordinary = torch.ones(1, requires_grad=True)
+    hidden = torch.zeros(1)
+    shared = ordinary * 1
+    for factor in factors:
+        hidden = hidden + shared * factor
+    hidden.backward()
+    leaf = torch.ones(1, requires_grad=True)
+    shared = leaf * 1
+    entry = Entry()
+    cuts = [Cut(entry) for _ in factors]
+    hidden = torch.zeros(1)
+    for cut, factor in zip(cuts, factors, strict=True):
+        hidden, given = cut.enter([hidden, shared])
+        (hidden,) = cut.leave([hidden + given * factor])
+    hidden.backward()
+    assert leaf.grad is None
+    for cut in reversed(cuts):
+        assert cut.wanted
+        cut.backward()
+    entry.backward()
+    assert torch.equal(leaf.grad, ordinary.grad)
+    assert leaf.grad.item() != sum(factor.item() for factor in factors), "the order matters"
+    with pytest.raises(poros.StateError, match="joins the hidden state"):
+        cuts[0].enter([hidden * leaf])
+
+
 # -- what it costs ---------------------------------------------------------------------------------
 
 
@@ -368,8 +397,8 @@ def test_the_base_streams_as_for_one_micro_batch(size: int) -> None:
     several = streamed(run, lambda: run.losses(batches(5)))
     assert several == one
     units = run.handle.units
-    sizes = units._layer_bytes
-    assert one >= 2 * sum(sizes) - 2 * (size + 1) * max(sizes) + units._head_bytes
+    sizes = units.sizes.layers
+    assert one >= 2 * sum(sizes) - 2 * (size + 1) * max(sizes) + units.sizes.head
     assert units.shared, "layers did not have to move out of the head's way"
 
 

@@ -24,7 +24,7 @@ def sizes_of(block_size: Any) -> tuple[int, int]:
 
     def script(arm: Arm) -> None:
         units = units_of(arm)
-        seen.append((units.window.arena.nbytes, max(units._layer_bytes)))
+        seen.append((units.window.arena.nbytes, max(units.sizes.layers)))
         arm.train(batches(1))
 
     play(script, NF4, streamed=True, late=False, block_size=block_size)

@@ -52,7 +52,7 @@ def bytes_of(recipe: Recipe, **options: Any) -> tuple[int, int]:
     arm = Arm(build(recipe), True, options)
     arm.prepare()
     units = units_of(arm)
-    return units.window.arena.nbytes, max(units._layer_bytes)
+    return units.window.arena.nbytes, max(units.sizes.layers)
 
 
 def loop(arm: Arm) -> None:
