@@ -25,9 +25,10 @@ from poros_families.gemma3 import GEMMA3
 from poros_families.gemma4 import GEMMA4
 from poros_families.qwen2 import QWEN2
 from poros_families.qwen3_5 import QWEN3_5
+from poros_runtimes.streamed.arena import GraphArena, PlainArena
 from poros_runtimes.streamed.buffers import Buffer, Pages
 from poros_runtimes.streamed.capture import LostGraphs
-from poros_runtimes.streamed.graphs import GraphExecutor
+from poros_runtimes.streamed.graphs import SIGNATURES, GraphExecutor
 from poros_runtimes.streamed.signature import layout_of
 
 CPU = torch.device("cpu")
@@ -318,6 +319,32 @@ def test_a_layer_that_no_graph_can_take(
     assert torch.rand(2, device=device).isfinite().all(), "the generator can be used"
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_an_arena_is_not_filled(device: torch.device) -> None:
+    """The kernel that fills would run beside the streams that use the memory."""
+    size = 1 << 30 if device.type == "cuda" else 1 << 24
+    torch.use_deterministic_algorithms(True)
+    try:
+        filled = torch.empty(size, dtype=torch.uint8, device=device)
+        assert filled.amin() == 255
+        filled.zero_()
+        del filled
+        if device.type == "cpu":
+            assert PlainArena(size, device=device).memory.amin() < 255
+            assert torch.utils.deterministic.fill_uninitialized_memory
+            return
+        arena = GraphArena(size, kept=512, device=device)
+        for _ in range(3):
+            arena.memory.zero_()
+            arena.lend()
+            arena.settle()
+            arena.memory.zero_()
+            torch.cuda.synchronize()
+            assert not arena.memory.any()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_units_that_move_at_a_backward_are_not_replayed_where_they_were() -> None:
     """A loss that does not come through the decoder's output leaves the head where it is."""
     model = make()
@@ -338,11 +365,11 @@ def test_units_that_move_at_a_backward_are_not_replayed_where_they_were() -> Non
 
 def test_old_signatures_are_dropped() -> None:
     model = make()
-    for length in (6, 8, 10, 12, 14, 16):
+    for length in range(4, 4 + SIGNATURES + 2):
         for _ in range(2):
             model(**batch(0, CPU, length=length)).loss.backward()
     seen = handle_of(model).units.graphs._seen
-    assert all(len(entries) == 4 for entries in seen.values())
+    assert all(len(entries) == SIGNATURES for entries in seen.values())
 
 
 def test_gradients_handed_out_are_not_the_graphs_own() -> None:

@@ -7,12 +7,19 @@ has beyond them lies idle while layers compute, and there the graphs of layers k
 temporaries. The allocator lets graphs do so because the arena is allocated in their pool: while a
 graph is being captured that part is free in the pool, and afterwards it is taken back. A captured
 graph goes on using the addresses it was given.
+
+[Note: Memory that is not filled]
+Under deterministic algorithms torch fills every tensor that it makes empty. For an arena it must
+not: the kernel that fills runs on the stream that allocates, and the memory is used on two others,
+which do not wait for it.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +56,8 @@ class PlainArena:
     shareable = True
 
     def __init__(self, size: int, *, device: torch.device) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        with _not_filled():
+            self.memory = torch.empty(size, dtype=torch.uint8, device=device)
 
     def used_by(self, stream: Any) -> None:
         """Record the stream; see ``Arena``."""
@@ -177,8 +185,21 @@ class GraphArena:
         return False
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool, self._device):
+        in_pool = torch.cuda.use_mem_pool(self.pool, self._device)
+        with _not_filled(), torch.cuda.stream(self.stream), in_pool:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+@contextmanager
+def _not_filled() -> Iterator[None]:
+    """See [Note: Memory that is not filled]."""
+    settings: Any = torch.utils.deterministic
+    found = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = found
 
 
 def drop_workspaces() -> None:

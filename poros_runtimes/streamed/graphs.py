@@ -25,7 +25,7 @@ from attrs import define, field
 
 from poros_core.call_state import restored, rng_state, set_rng_state
 from poros_core.log import get_logger
-from poros_runtimes.streamed.block import Block, BlockCall
+from poros_runtimes.streamed.block import Block, BlockCall, IsolatedCache
 from poros_runtimes.streamed.boundary import (
     EagerExecutor,
     bound,
@@ -49,14 +49,18 @@ __all__ = ["GraphExecutor"]
 
 _log = get_logger("graphs")
 
-SIGNATURES = 4
+SIGNATURES = 8
 """Calls of different shape or state that one block keeps graphs for; the one that was not used
-for longest goes first. A graph takes 1 to 2 MB of device memory outside the allocator."""
+for longest goes first. As many as lengths padded to multiples of 64 come to up to 512 tokens. A
+graph takes 1 to 2 MB of device memory outside the allocator."""
 
 
 @define(eq=False)
 class _Forward:
-    """A block's forward: seen once, captured, or refused."""
+    """A block's forward: seen once, captured, or refused.
+
+    ``caches`` are those that were copied within the capture: the graph reads their tensors.
+    """
 
     outputs: list[Layout]
     differentiable: list[bool]
@@ -64,6 +68,7 @@ class _Forward:
     left_spec: Any = field(repr=False)
     refused: bool = False
     graph: Replayable | None = None
+    caches: list[IsolatedCache] = field(factory=list, repr=False)
     inputs: list[Buffer] = field(factory=list, repr=False)
     arguments: list[tuple[int, Buffer]] = field(factory=list, repr=False)
     results: list[Buffer] = field(factory=list, repr=False)
@@ -76,6 +81,7 @@ class _Backward:
 
     layouts: list[Layout | None]
     graph: Replayable | None = None
+    caches: list[IsolatedCache] = field(factory=list, repr=False)
     gradients: list[Buffer | None] = field(factory=list, repr=False)
     results: list[Buffer | None] = field(factory=list, repr=False)
     stretch: Stretch | None = field(default=None, repr=False)
@@ -259,6 +265,7 @@ class GraphExecutor:
     ) -> None:
         assert call.state is not None
         state, modules = call.state, call.block.modules
+        entry.caches = _caches(call)
         entry.inputs = [self._buffer("input", i, layout_of(t)) for i, t in enumerate(inputs)]
         entry.arguments = [
             (position, self._buffer("argument", position, layout_of(leaf)))
@@ -288,6 +295,7 @@ class GraphExecutor:
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         count = len(forward.inputs)
+        entry.caches = _caches(call)
         entry.gradients = [
             None if g is None else self._buffer("gradient", i, layout_of(g))
             for i, g in enumerate(gradients)
@@ -377,3 +385,7 @@ class GraphExecutor:
         if event not in self._said:
             self._said.add(event)
             _log.warning(event, block=block, reason=reason)
+
+
+def _caches(call: BlockCall) -> list[IsolatedCache]:
+    return [leaf for leaf in call.leaves if isinstance(leaf, IsolatedCache)]
