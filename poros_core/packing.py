@@ -38,6 +38,7 @@ __all__ = ["LoadedBase", "named_buffers", "named_refs", "pack", "unpack"]
 
 _REST = "rest.safetensors"
 _READERS = 8
+_WRITERS = 4
 _DTYPES = {
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
@@ -118,20 +119,31 @@ def pack(
     """
     refs = named_refs(base.model)
     names = {ref.key: name for name, ref in refs.items()}
-    records = []
     placed: set[tuple[int, str]] = set()
-    for number, unit in enumerate(_units(base.plan)):
-        file = f"unit-{number:04}.safetensors"
-        placed.update(ref.key for ref in unit.refs)
+
+    def written(unit: Unit, file: str) -> Callable[[], PackedFile]:
+        """Return what writes a unit, once it is where it will stay."""
         if mapped and unit.name.startswith(LAYER):
             record = _pack_mapped(unit, file, names, writer, base.store)
-        else:
-            image = base.store.adopt(unit.refs)
-            assert image is not None
-            content = image.buffer.view()
-            record = _write_unit(unit, file, image.entries, content, names, writer)
-        records.append(record)
-        advance(record.nbytes)
+            return lambda: record
+        image = base.store.adopt(unit.refs)
+        assert image is not None
+        content, entries = image.buffer.view(), image.entries
+        return lambda: _write_unit(unit, file, entries, content, names, writer)
+
+    with ThreadPoolExecutor(min(_WRITERS, os.cpu_count() or 1)) as pool:
+        writes = []
+        try:
+            for number, unit in enumerate(_units(base.plan)):
+                placed.update(ref.key for ref in unit.refs)
+                writes.append(pool.submit(written(unit, f"unit-{number:04}.safetensors")))
+            records = []
+            for write in writes:
+                records.append(write.result())
+                advance(records[-1].nbytes)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     rest = {name: ref.get() for name, ref in refs.items() if ref.key not in placed}
     return records, _write_rest(writer, {**rest, **named_buffers(base.model)})
 
