@@ -142,11 +142,21 @@ def check_shapes(request: LoadRequest, config: Any) -> None:
         )
 
 
-def check_quantised(request: LoadRequest, model: PreTrainedModel) -> None:
+def check_quantised(
+    request: LoadRequest,
+    model: PreTrainedModel,
+    *,
+    shapes: Mapping[str, torch.Size] | None = None,
+) -> None:
     """Insist that every 4-bit layer is quantised and every tensor has the config's shape.
 
     Transformers leaves out the comparison of shapes for weights that it quantises, and some of its
     releases for all weights of such a model.
+
+    Args:
+        request: what was loaded.
+        model: what came of it.
+        shapes: of every tensor, as the config has it; None makes a skeleton to find out.
 
     Raises:
         CheckpointError: one does not, or there is no 4-bit layer at all.
@@ -156,14 +166,10 @@ def check_quantised(request: LoadRequest, model: PreTrainedModel) -> None:
             f"Checkpoint '{request.path}': no weight was quantised, so this would not be an NF4 "
             "model. Check llm_int8_skip_modules in quantization_config, or use precision='bf16'."
         )
-    config = copy.deepcopy(model.config)
-    del config.quantization_config
-    with torch.device("meta"):
-        skeleton = type(model)(config)
     wrong = [
         f"{name} {problem}"
-        for name, wanted in skeleton.state_dict().items()
-        if (problem := _problem(model, name, wanted.shape))
+        for name, wanted in (_shapes(model) if shapes is None else shapes).items()
+        if (problem := _problem(model, name, wanted))
     ]
     if wrong:
         raise CheckpointError(
@@ -172,6 +178,14 @@ def check_quantised(request: LoadRequest, model: PreTrainedModel) -> None:
             "config.json and its weights belong to different models; download both again from one "
             "place."
         )
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        skeleton = type(model)(config)
+    return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
 
 
 def _problem(model: PreTrainedModel, name: str, wanted: torch.Size) -> str | None:

@@ -145,10 +145,9 @@ class Nf4Streamed:
         config = _check(request)
         dtype = _dtype(request)
         if config is None:
-            model = load_checked(request, device="cpu", dtype=dtype)
-        else:
-            model = load_staged(request, dtype=dtype, quantization_config=config)
-        return _finish(request, model)
+            return _finish(request, load_checked(request, device="cpu", dtype=dtype))
+        model, shapes = load_staged(request, dtype=dtype, quantization_config=config)
+        return _finish(request, model, shapes=shapes)
 
     def load_resident(self, request: LoadRequest) -> nn.Module:
         """Return what Transformers' ``from_pretrained`` gives on the device."""
@@ -239,10 +238,12 @@ def _check(request: LoadRequest) -> Any:
     return config
 
 
-def _finish(request: LoadRequest, model: Any) -> nn.Module:
+def _finish(
+    request: LoadRequest, model: Any, *, shapes: Mapping[str, torch.Size] | None = None
+) -> nn.Module:
     from poros_loaders.bnb_config import check_quantised
 
-    check_quantised(request, model)
+    check_quantised(request, model, shapes=shapes)
     for module in model.modules():
         NF4.keep_layout(module)
     mark_device(model, request.device)
@@ -302,11 +303,12 @@ def _skeleton(request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
     config = _check(request)
     noted = described["dtype"]
     dtype = uncast_dtype(read_checkpoint(request.path), _dtype(request), noted=noted)
+    shapes = None
     if config is None:
         model = load_checked(request, device="cpu", dtype=_dtype(request))
     else:
-        model = load_staged(
+        model, shapes = load_staged(
             request, dtype=dtype, quantization_config=config, noted=described["weights"]
         )
     settle_dtype(model, noted=noted)
-    return _finish(request, model)
+    return _finish(request, model, shapes=shapes)

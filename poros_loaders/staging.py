@@ -62,7 +62,7 @@ def load_staged(
     dtype: torch.dtype | str,
     quantization_config: Any,
     noted: Mapping[str, Any] | None = None,
-) -> nn.Module:
+) -> tuple[nn.Module, dict[str, torch.Size]]:
     """Load with every quantised weight staged on ``request.device``. See the module's note.
 
     Args:
@@ -72,20 +72,29 @@ def load_staged(
         noted: what a packed base notes of its quantised weights: they are then left empty, and
             none is read.
 
+    Returns:
+        The model, and the shape of each of its tensors as the config has it, unquantised.
+
     Raises:
         CheckpointError: keys are missing, unexpected, or of another shape, or a weight that is
             quantised is not finite.
     """
     failures: list[Exception] = []
     finite = FiniteCheck()
+    shapes: dict[str, torch.Size] = {}
+    stage: _Stage | None
     with contextlib.ExitStack() as stack:
         if noted is None:
             stage = stack.enter_context(_Stage(request, finite))
             operation = _staged_operation(stage, failures)
-            begin = stage.begin
         else:
-            operation = _empty_operation(noted, failures)
-            begin = _nothing
+            stage, operation = None, _empty_operation(noted, failures)
+
+        def begin(skeleton: Any) -> None:
+            shapes.update((n, tensor.shape) for n, tensor in skeleton.state_dict().items())
+            if stage is not None:
+                stage.begin(skeleton)
+
         name = stack.enter_context(_registered(_quantizer(operation, begin)))
         quantization_config.quant_method = name
         try:
@@ -101,7 +110,7 @@ def load_staged(
     ordinary = Bnb4BitHfQuantizer(staged.hf_quantizer.quantization_config, pre_quantized=False)
     vars(ordinary).update(vars(staged.hf_quantizer))
     staged.hf_quantizer = ordinary
-    return model
+    return model, shapes
 
 
 class _Stage:
@@ -224,10 +233,6 @@ def _quantised_bytes(weight: Any) -> int:
     else:
         sizes += [scales * 4]
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-
-
-def _nothing(model: Any) -> None:
-    """Begin nothing."""
 
 
 @contextmanager
