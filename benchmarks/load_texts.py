@@ -25,10 +25,10 @@ FLOOR_METHOD = (
     "page_cache says (from a memory disk it is the rate of a copy in memory). quantise: "
     "bitsandbytes quantize_4bit on the device, on a weight as large as the largest, median of 10. "
     "to_device and to_host: copies of 256 MiB between the device and memory as the store has it, "
-    "median of 15. page_lock: allocating and registering 512 MiB as the store does, median of 3. "
-    "write: writing 1 GiB to the cache's disk with fsync, once. A stage's seconds are its bytes "
-    "over its rate; floor_seconds is the slowest stage's. hash, in no floor: SHA-256 by one "
-    "thread, which the cache does on 8."
+    "median of 15. page_lock: four threads each allocating and registering 256 MiB as the store "
+    "does, median of 3. write: writing 1 GiB to the cache's disk with fsync, once. A stage's "
+    "seconds are its bytes over its rate; floor_seconds is the slowest stage's. hash, in no "
+    "floor: SHA-256 by one thread, which the cache does on 8."
 )
 
 GENERATED = (
@@ -38,7 +38,7 @@ GENERATED = (
 
 CHECKED = (
     "Every weight is quantised once more as the standard load does it: bf16 values on the device, "
-    "then Transformers' Bnb4bitQuantize on a skeleton that its Bnb4BitHfQuantizer prepared. dtype, "
-    "shape and SHA-256 of packed data and every tensor of the quantisation state are compared; of "
-    "what is not quantised, with the checkpoint's tensor. Buffers are left out."
+    "then Transformers' Bnb4bitQuantize on a skeleton that its Bnb4BitHfQuantizer prepared. "
+    "dtype, shape and SHA-256 of packed data and every tensor of the quantisation state are "
+    "compared; of what is not quantised, with the checkpoint's tensor. Buffers are left out."
 )
