@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from poros_core.family import Family
+from poros_families._tiny import TINY
 from poros_families._weights import Shapes, attention, decoder_weights, mlp, norms
 
 __all__ = ["QWEN2"]
@@ -21,20 +22,7 @@ _COMMON: dict[str, Any] = {
     "use_cache": True,
 }
 
-_TINY: dict[str, Any] = {
-    **_COMMON,
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_TINY: dict[str, Any] = {**TINY, **_COMMON, "tie_word_embeddings": False}
 
 _PUBLISHED: dict[str, Any] = {
     **_COMMON,
