@@ -22,10 +22,13 @@ from types import TracebackType
 import torch
 from attrs import define, frozen
 
-from poros_core.errors import CheckpointError
+from poros_core.errors import CheckpointError, PrepareError
 from poros_core.host_memory import HostBuffer
+from poros_core.log import get_logger
 
 __all__ = ["Extent", "WeightReader", "read_piece"]
+
+_log = get_logger("load")
 
 _PIECE = 32 << 20
 _BUFFERS = 12
@@ -173,7 +176,7 @@ class WeightReader:
         Raises:
             CheckpointError: its shard is damaged.
             OSError: its shard cannot be read.
-            PrepareError: there is no page-locked memory to read into.
+            PrepareError: there is no memory to read into.
         """
         if self._failure is not None:  # its piece and its buffer are gone for good
             raise self._failure
@@ -241,12 +244,21 @@ class WeightReader:
 
     def _fill(self, buffer: _Buffer, piece: _Piece) -> None:
         if buffer.memory is None:
-            buffer.memory = HostBuffer(self._piece, device=self._device)
+            buffer.memory = self._memory()
         if buffer.event is not None:
             buffer.event.synchronize()
             buffer.event = None
         extent = piece.extent
         read_piece(self._open(extent.file), extent, piece.at, buffer.memory.view()[: piece.nbytes])
+
+    def _memory(self) -> HostBuffer:
+        try:
+            return HostBuffer(self._piece, device=self._device)
+        except PrepareError as error:
+            if self._device.type != "cuda":
+                raise
+            _log.warning("staging_not_locked", reason=str(error), cost="slower copies")
+            return HostBuffer(self._piece, device=self._device, locked=False)
 
     def _open(self, file: Path) -> int:
         with self._changed:
