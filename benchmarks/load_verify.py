@@ -83,17 +83,16 @@ def verify(
     def reference(path: str) -> dict[str, str]:
         module = leaves[path]
         kept = _own(module)
+        alone = nn.Module()  # without the modules inside it
         for name, param in kept.items():
             full = f"{path}.{name}"
             if isinstance(param, bnb.nn.Params4bit):
                 value = weights(full, param.shape).to(device)
                 made = operation.convert({full: [value]}, full_layer_name=full, model=skeleton)
-                module._parameters[name] = made[full]
+                alone._parameters[name] = made[full]
             else:
-                module._parameters[name] = nn.Parameter(rest(full, param.shape), False)
-        found = {f"{path}{name}": text for name, text in tensor_manifest(module).items()}
-        module._parameters.update(kept)
-        return found
+                alone._parameters[name] = nn.Parameter(rest(full, param.shape), False)
+        return {f"{path}{name}": text for name, text in tensor_manifest(alone).items()}
 
     expected: dict[str, str] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
