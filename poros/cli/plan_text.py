@@ -106,7 +106,7 @@ def _verdict(plan: RunPlan) -> list[Text]:
         missing = ", ".join(plan.model.weights.uncounted)
         lines.append(
             Text(
-                f"Not counted: {missing}, which stays on the device. Name a folder with the "
+                f"Not counted: {missing} (towers stay on the device). Name a folder with the "
                 "checkpoint, whose headers are read.",
                 style="yellow",
             )

@@ -43,7 +43,8 @@ def write_random_checkpoint(
 
     Every tensor has a generator of its own, seeded by ``seed`` and the tensor's name, so its values
     depend on nothing else but dtype and the kind of device. Matrices and biases are normal with
-    deviation 0.02, norm weights are 1 with deviation 0.1; a tied weight is written once. Tensors go
+    deviation 0.02, norm weights are 1 with deviation 0.1, and the lower bounds of clamps (single
+    numbers named ``..._min``) are -1 with deviation 0.1; a tied weight is written once. Tensors go
     to disk one by one, so that memory holds a few of them and never a whole shard.
 
     Args:
@@ -130,6 +131,8 @@ def _draw(
     # the CPU's generator reads 32 bits of a seed only
     generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     tensor = torch.empty(shape, dtype=dtype, device=device)
+    if not shape and name.endswith("_min"):
+        return tensor.normal_(-1.0, _NORM_STD, generator=generator)
     if len(shape) <= 1 and "bias" not in name.rpartition(".")[2]:
         return tensor.normal_(1.0, _NORM_STD, generator=generator)
     return tensor.normal_(0.0, _STD, generator=generator)

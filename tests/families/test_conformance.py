@@ -14,6 +14,8 @@ CASES = [
     if shape.startswith("tiny")
 ]
 SIZES = {("gemma4", "tiny-e2b"): (1, 2, 3, 4), ("qwen2", "tiny-sliding"): (1, 2)}
+SLOW = {("gemma4", "tiny-e2b-multimodal")}
+"""What test_images.py trains it on, and the decoder alone, are fast tests."""
 
 
 def test_the_cases_cover_text_and_multimodal_models() -> None:
@@ -30,8 +32,12 @@ def test_the_cases_cover_text_and_multimodal_models() -> None:
         "gemma4",
     }
     assert {("qwen2", "tiny-sliding"), ("gemma4", "tiny-e2b")} <= set(CASES)
+    assert set(CASES) >= SLOW
 
 
-@pytest.mark.parametrize(("family", "shape"), CASES)
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
+)
 def test_conformance(family: str, shape: str) -> None:
     check_family(family, shapes=(shape,), block_sizes=SIZES.get((family, shape), BLOCK_SIZES))

@@ -58,7 +58,21 @@ def test_a_shape_is_a_model_of_its_family_and_streams(name: str, shape: str) -> 
     assert plan.head is not None
 
 
-@pytest.mark.parametrize(("name", "shape"), [s for s in SHAPES if s[1] == "tiny-multimodal"])
+TOWERS = {
+    ("gemma3", "tiny-multimodal"): {"vision_tower", "multi_modal_projector"},
+    ("gemma4", "tiny-multimodal"): {"vision_tower", "embed_vision"},
+    ("gemma4", "tiny-e2b-multimodal"): {
+        "vision_tower",
+        "embed_vision",
+        "audio_tower",
+        "embed_audio",
+    },
+    ("qwen3_5", "tiny-multimodal"): {"visual"},
+}
+PER_LAYER = ("model_projection", "projection_norm")
+
+
+@pytest.mark.parametrize(("name", "shape"), [s for s in SHAPES if "multimodal" in s[1]])
 def test_towers_stay_on_the_device_and_are_counted(name: str, shape: str) -> None:
     model = on_meta(FAMILIES[name].shapes[shape])
     plan = build_plan(
@@ -69,13 +83,13 @@ def test_towers_stay_on_the_device_and_are_counted(name: str, shape: str) -> Non
     counted = plan.on_device_bytes()
     left = sum(parameter.nbytes for parameter in plan.on_device)
     assert sum(counted.values()) == left > 0
-    towers = {
-        "gemma3": {"model.vision_tower", "model.multi_modal_projector"},
-        "gemma4": {"model.vision_tower", "model.embed_vision"},
-        "qwen3_5": {"model.visual"},
-    }
-    assert counted.keys() - towers[name] == {f"{plan.decoder_name}.norm"}
-    assert towers[name] <= counted.keys()
+    towers = {f"model.{tower}" for tower in TOWERS[name, shape]}
+    own = {f"{plan.decoder_name}.norm"}
+    if shape == "tiny-e2b-multimodal":
+        own |= {f"{plan.decoder_name}.per_layer_{part}" for part in PER_LAYER}
+        [table] = plan.embeddings
+        assert table.module is model.model.language_model.embed_tokens_per_layer
+    assert counted.keys() == towers | own
 
 
 def test_gemma_4_reads_its_table_of_inputs_per_layer_from_host_memory() -> None:
