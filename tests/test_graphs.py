@@ -25,8 +25,9 @@ from poros_families.gemma3 import GEMMA3
 from poros_families.gemma4 import GEMMA4
 from poros_families.qwen2 import QWEN2
 from poros_families.qwen3_5 import QWEN3_5
+from poros_runtimes.streamed import graphs as graphs_module
 from poros_runtimes.streamed.arena import GraphArena, PlainArena
-from poros_runtimes.streamed.buffers import Buffer, Pages
+from poros_runtimes.streamed.buffers import Buffer, Pages, span_of
 from poros_runtimes.streamed.capture import LostGraphs
 from poros_runtimes.streamed.graphs import SIGNATURES, GraphExecutor
 from poros_runtimes.streamed.signature import layout_of
@@ -55,7 +56,7 @@ class FunctionCapturer:
     """Runs functions again. Those whose numbers are in ``fails`` cannot be captured, and raise."""
 
     def __init__(
-        self, *, fails: Container[int] = (), error: type[RuntimeError] = RuntimeError
+        self, *, fails: Container[int] = (), error: type[BaseException] = RuntimeError
     ) -> None:
         self.tried = 0
         self.captured = 0
@@ -363,13 +364,139 @@ def test_units_that_move_at_a_backward_are_not_replayed_where_they_were() -> Non
     assert units.graphs.replays == before
 
 
-def test_old_signatures_are_dropped() -> None:
-    model = make()
-    for length in range(4, 4 + SIGNATURES + 2):
+def graphs_kept(model: Any) -> int:
+    """Return how many graphs there are, those that only a backward to come could ask for too."""
+    gc.collect()
+    return sum(
+        thing.graph is not None
+        for thing in gc.get_objects()
+        if type(thing) in (graphs_module._Forward, graphs_module._Backward)
+    )
+
+
+@pytest.mark.parametrize("signatures", [SIGNATURES, 2])
+def test_old_signatures_are_dropped(signatures: int) -> None:
+    model, before = make(), graphs_kept(None)
+    executor = handle_of(model).units.graphs
+    executor.keep(signatures)
+    for length in range(4, 4 + signatures + 1):
         for _ in range(2):
             model(**batch(0, CPU, length=length)).loss.backward()
-    seen = handle_of(model).units.graphs._seen
-    assert all(len(entries) == SIGNATURES for entries in seen.values())
+    assert all(len(entries) == signatures for entries in executor._seen.values())
+    assert graphs_kept(model) - before == 2 * 4 * signatures
+    executor.keep(1)
+    assert graphs_kept(model) - before == 2 * 4
+
+
+def test_a_call_whose_graphs_were_dropped_before_its_backward() -> None:
+    """Those that calls still hold are no more than the others."""
+
+    def many(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+        losses = [model(**batch(step, device, length=5 + n)).loss for n in range(4)]
+        if handle_of(model).units.graphs is not None:
+            assert graphs_kept(model) - before <= 2 * 4 * 3
+        torch.stack(losses).sum().backward()
+        return [loss.detach() for loss in losses]
+
+    def changing(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+        found = [*many(model, 0, device), *plain(model, 1, device)]
+        for _ in range(3):
+            found += plain(model, 2, device)
+        return found
+
+    eager = run(make(graphs=False), changing, CPU, steps=1)
+    model, before = make(), graphs_kept(None)
+    handle_of(model).units.graphs.keep(3)
+    found = run(model, changing, CPU, steps=1)
+    assert handle_of(model).counters()["graph_replays"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+
+
+def test_weights_that_moved_before_the_backward_are_not_read_where_they_were() -> None:
+    def moving(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+        loss = model(**batch(step, device)).loss
+        if step == 3:
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.data = param.data.clone()
+        loss.backward()
+        return [loss.detach()]
+
+    eager = run(make(graphs=False), moving, CPU)
+    model = make()
+    found = run(model, moving, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    assert handle_of(model).counters()["graph_replays"] == 2 * 8 + 4, "no backward of the last"
+
+
+def test_an_interrupt_during_a_capture_goes_on() -> None:
+    capturer = FunctionCapturer(fails={5}, error=KeyboardInterrupt)
+    model = make(capturer=capturer)
+    plain(model, 0, CPU)
+    with pytest.raises(KeyboardInterrupt):
+        plain(model, 1, CPU)
+    replays = handle_of(model).counters()["graph_replays"]
+    eager = make(graphs=False)
+    plain(eager, 0, CPU)
+    for each in (model, eager):
+        each.zero_grad()
+    assert torch.equal(*(run(each, plain, CPU)[-2] for each in (eager, model)))
+    assert handle_of(model).counters()["graph_replays"] == replays, "graphs are off"
+
+
+class Counting:
+    """A budget that has room for so many graphs, and notes what it is asked."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.asked: list[tuple[int, int]] = []
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def spare(self, *, own: int, graphs: int, buffers: int) -> int:
+        self.asked.append((graphs, buffers))
+        return self.room - graphs
+
+    def refuse(self, spare: int) -> Exception:
+        return poros.StateError(f"refused {spare}")
+
+
+@pytest.mark.parametrize(("room", "kept"), [(8 * 4, 4), (8 * 3, 2), (7, 0)])
+def test_a_budget_counts_as_many_graphs_as_are_kept(room: int, kept: int) -> None:
+    model = make()
+    units = handle_of(model).units
+    units._budget = budget = Counting(room)
+    params = [p for p in model.parameters() if p.requires_grad]
+    plain(model, 0, CPU)
+    for param in params:
+        param.grad = None
+    if not kept:
+        with pytest.raises(poros.StateError, match="refused -1"):
+            plain(model, 1, CPU)
+        return
+    plain(model, 1, CPU)
+    assert budget.asked[-1][0] == kept * 2 * 4
+    assert len({buffers / graphs for graphs, buffers in budget.asked}) == 1
+    for length in range(4, 4 + kept):
+        model(**batch(0, CPU, length=length))
+    assert all(len(seen) == kept for seen in units.graphs._seen.values())
+
+
+def test_what_buffers_take_is_known_before_they_are_there() -> None:
+    model = make()
+    plain(model, 0, CPU)
+    executor = handle_of(model).units.graphs
+    assert not executor._buffers
+    executor.keep(3)
+    predicted = executor.buffer_bytes(room=0)
+    plain(model, 0, CPU)
+    taken = {role: 0 for role, _, _ in executor._buffers}
+    for role, _, layout in executor._buffers:
+        taken[role] += span_of(layout)
+    assert set(taken) == {"input", "argument", "result", "gradient", "passed on"}
+    assert predicted == 3 * sum(taken.values())
+    assert executor.buffer_bytes(room=predicted) == 3 * taken["argument"]
 
 
 def test_gradients_handed_out_are_not_the_graphs_own() -> None:

@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.helpers import DoraCaching
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 
@@ -32,12 +33,12 @@ from poros_runtimes.streamed.signature import (
 class Subject:
     """One block of a prepared model, and the call that a test varies."""
 
-    def __init__(self) -> None:
+    def __init__(self, **lora: Any) -> None:
         config = Qwen2Config(**{k: v for k, v in QWEN2.shapes["tiny"].items() if k != "model_type"})
         config.attention_dropout = 0.1
         base = AutoModelForCausalLM.from_config(config)
-        lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])
-        self.model: Any = get_peft_model(base, lora).train()
+        settings = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], **lora)
+        self.model: Any = get_peft_model(base, settings).train()
         poros.prepare(self.model, verbose=False)
         prepared = prepared_of(self.model)
         assert prepared is not None
@@ -228,6 +229,21 @@ def test_an_argument_of_unknown_kind_makes_the_block_eager(subject: Subject) -> 
     assert subject.key() is None
 
 
+def test_a_tensor_on_another_device_makes_the_block_eager(subject: Subject) -> None:
+    """A number on the host is no argument of a kernel, and its copy on the device would be."""
+    subject.kwargs["attention_mask"] = torch.zeros(2, 1, 8, 8, device="meta")
+    assert subject.key() is None
+
+
+def test_adapters_that_keep_tensors_make_the_block_eager() -> None:
+    subject = Subject(use_dora=True)
+    with DoraCaching():
+        assert subject.key() is not None, "it keeps none in training"
+        subject.model.eval()
+        assert subject.key() is None
+    assert subject.key() is not None
+
+
 def test_a_cache_that_the_caller_goes_on_with_makes_the_block_eager(subject: Subject) -> None:
     cache = DynamicCache()
     call = isolated(LayerCall(1, (), {"cache": cache}), training=False, device=torch.device("cpu"))
@@ -243,7 +259,7 @@ def test_a_cache_that_the_caller_goes_on_with_makes_the_block_eager(subject: Sub
 def _backward(subject: Subject, gradient: torch.Tensor | None) -> BackwardKey | None:
     made, _ = make_call(subject.block, [LayerCall(1, (), {})], shared_names=(), thread=False)
     made.state = capture(torch.device("cpu"), subject.block.modules)
-    return backward_key(made, [True, True], [gradient])
+    return backward_key(made, [True, True], [gradient], BlockConstants(subject.block))
 
 
 def test_a_backward_depends_on_its_gradients_and_on_the_state_around_it(subject: Subject) -> None:
@@ -254,6 +270,8 @@ def test_a_backward_depends_on_its_gradients_and_on_the_state_around_it(subject:
     assert _backward(subject, None) != first
     with torch.autocast("cpu", torch.bfloat16):
         assert _backward(subject, torch.ones(2, 8, 64)) != first
+    _moved(subject)
+    assert _backward(subject, torch.ones(2, 8, 64)) != first
 
 
 @pytest.mark.parametrize(
@@ -276,9 +294,10 @@ def test_only_tensors_that_a_buffer_can_stand_in_for_have_a_layout(
 def test_every_field_of_the_key_is_varied_here() -> None:
     """Adding a field without a test of it fails here."""
     assert [f.name for f in attrs.fields(ForwardKey)] == [
-        "layers", "inputs", "arguments", "structure", "parameters", "flags", "constants",
+        "layers", "inputs", "arguments", "structure", "places", "flags", "constants",
     ]  # fmt: skip
-    assert [f.name for f in attrs.fields(BackwardKey)] == ["gradients", "wanted", "ambient"]
+    names = [f.name for f in attrs.fields(BackwardKey)]
+    assert names == ["gradients", "wanted", "places", "ambient"]
     assert [f.name for f in attrs.fields(Layout)] == ["shape", "stride", "dtype", "wanted"]
 
 

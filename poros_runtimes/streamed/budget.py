@@ -5,7 +5,8 @@ A budget is for all that the process takes of the device: what the allocator res
 the context, loaded kernels and graphs. What training takes is measured, not guessed: by the time
 that the first optimizer step is done, gradients, optimizer state and activations have been there
 once. The next peak is what is allocated then, plus what the first step rose by while it ran.
-Resident units are chosen once, at the start of the forward after that.
+Resident units are chosen once, at the start of the forward after that. Graphs come later: a budget
+counts those of so many signatures, with the buffers that these take, and no more are kept.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _FRAGMENTATION = 1.06
 in the cost records of an H200."""
 _SLACK = 64 << 20
 """Bytes beside that, for small segments and workspaces."""
-_GRAPH = 4 << 20
-"""Bytes that a graph takes outside the allocator. 1 to 2.2 MB in the cost records."""
+_GRAPH = 2_200_000
+"""Bytes that a graph takes outside the allocator at most: 1 to 2.2 MB in the cost records."""
 _OUTSIDE = 1_500_000_000
 """Bytes that context, loaded kernels and libraries take at most; what the driver reports beyond
 them is another process's."""
@@ -48,12 +49,13 @@ class Budget:
         if self._before is None and self._device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self._device)
 
-    def spare(self, *, own: int, graphs: int) -> Spare:
+    def spare(self, *, own: int, graphs: int, buffers: int) -> Spare:
         """Return the bytes that units may take.
 
         Args:
             own: bytes of the arena, which is all that is known of the use of a CPU's memory.
             graphs: how many graphs will be captured.
+            buffers: bytes that they copy tensors through.
         """
         if self._device.type != "cuda":
             return 0 if self._budget == "auto" else self._budget - own
@@ -61,7 +63,7 @@ class Budget:
         allocated = torch.cuda.memory_allocated(device)
         before = allocated if self._before is None else self._before
         peak = allocated + max(0, torch.cuda.max_memory_allocated(device) - before)
-        reserved = round(peak * _FRAGMENTATION) + _SLACK
+        reserved = round(peak * _FRAGMENTATION) + _SLACK + buffers
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)
         allowed = self._allowed(total) - reserved

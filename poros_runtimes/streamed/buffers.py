@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from attrs import frozen
 
 from poros_runtimes.streamed.signature import Layout
 
-__all__ = ["Buffer", "Pages", "Stretch", "span_of"]
+__all__ = ["Buffer", "Pages", "Stretch", "largest_call", "span_of"]
 
 _ALIGNMENT = 512
 """Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
@@ -19,6 +20,31 @@ def span_of(layout: Layout) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((n - 1) * (s or 1) for n, s in zip(layout.compact, layout.stride, strict=True))
     return (last + 1) * layout.dtype.itemsize if all(layout.compact) else 0
+
+
+def largest_call(
+    calls: Iterable[tuple[Sequence[Layout], Sequence[Layout], Sequence[object]]],
+) -> tuple[int, int]:
+    """Return the most bytes that buffers of one shape take, blocks of that shape together.
+
+    Args:
+        calls: of each call what enters and what leaves, and its arguments.
+
+    Returns:
+        The bytes of arguments, and of what enters and leaves with the gradients of both.
+    """
+    shapes: dict[Layout, tuple[set[object], set[object]]] = {}
+    for inputs, outputs, arguments in calls:
+        lasting, passing = shapes.setdefault(inputs[0], (set(), set()))
+        lasting.update(enumerate(arguments))
+        passing.update(enumerate(inputs))
+        passing.update(enumerate(outputs, start=len(inputs)))
+
+    def nbytes(found: set[Any]) -> int:
+        return sum(span_of(layout) for _, layout in found if isinstance(layout, Layout))
+
+    both = [(nbytes(lasting), 2 * nbytes(passing)) for lasting, passing in shapes.values()]
+    return max((size for size, _ in both), default=0), max((size for _, size in both), default=0)
 
 
 _ON_A_PAGE = 8

@@ -93,7 +93,8 @@ class CudaCapturer:
                     body()
                     graph.capture_end()
                 except BaseException as error:
-                    if self._abandon(graph):
+                    lost = self._abandon(graph)
+                    if lost and isinstance(error, Exception):  # an interrupt goes on as it is
                         raise LostGraphs(str(error)) from error
                     raise
         finally:

@@ -33,7 +33,7 @@ from poros_runtimes.streamed.boundary import (
     leaves_of,
     nothing_saved,
 )
-from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, span_of
+from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, largest_call, span_of
 from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,
@@ -50,9 +50,9 @@ __all__ = ["GraphExecutor"]
 _log = get_logger("graphs")
 
 SIGNATURES = 8
-"""Calls of different shape or state that one block keeps graphs for; the one that was not used
-for longest goes first. As many as lengths padded to multiples of 64 come to up to 512 tokens. A
-graph takes 1 to 2 MB of device memory outside the allocator."""
+"""Calls of different shape or state that one block keeps two graphs for, if there is no budget;
+those that were not used for longest go first. As many as lengths padded to multiples of 64 come to
+up to 512 tokens. A graph takes 1 to 2 MB of device memory outside the allocator."""
 
 
 @define(eq=False)
@@ -72,7 +72,11 @@ class _Forward:
     inputs: list[Buffer] = field(factory=list, repr=False)
     arguments: list[tuple[int, Buffer]] = field(factory=list, repr=False)
     results: list[Buffer] = field(factory=list, repr=False)
-    backwards: dict[BackwardKey, _Backward] = field(factory=dict, repr=False)
+    backward: tuple[BackwardKey, _Backward] | None = field(default=None, repr=False)
+
+    def drop(self) -> None:
+        """Let the graphs go. A call whose backward is to come will run it eagerly."""
+        self.refused, self.graph, self.backward = True, None, None
 
 
 @define(eq=False)
@@ -114,6 +118,7 @@ class GraphExecutor:
         self._pages = Pages(device)
         self._epoch = 0
         self._off = False
+        self._signatures = SIGNATURES
         self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], Buffer] = (
             weakref.WeakValueDictionary()
         )
@@ -148,8 +153,7 @@ class GraphExecutor:
                 outputs = [x for x in layouts if x]
                 entry = _Forward(outputs, differentiable, self._epoch, call.left_spec, refused)
                 call.replay = seen[key] = entry
-                if len(seen) > SIGNATURES:
-                    seen.popitem(last=False)
+                self._forget(seen)
             return results, differentiable
         seen.move_to_end(key)
         call.replay = entry
@@ -186,16 +190,20 @@ class GraphExecutor:
         forward: _Forward | None = call.replay
         if forward is not None and forward.epoch != self._epoch:
             forward = None
-        key = None if forward is None else backward_key(call, wanted, gradients)
-        if forward is None or key is None or forward.refused:
+        if forward is None or forward.refused:
             return self._eager.backward(call, inputs, wanted, gradients)
-        entry = forward.backwards.get(key)
+        key = backward_key(call, wanted, gradients, self._constants_of(call.block))
+        if key is None:
+            return self._eager.backward(call, inputs, wanted, gradients)
+        known = forward.backward
+        entry = known[1] if known is not None and known[0] == key else None
         if entry is None:
-            with self._first():
+            # units may move to make room, and not into memory of this context's
+            with call.block.holding(call.layers, backward=True), self._first():
                 found = self._eager.backward(call, inputs, wanted, gradients)
             layouts = [None if g is None else layout_of(g) for g in found]
             lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
-            forward.backwards[key] = _Backward(layouts, refused=lost)
+            forward.backward = key, _Backward(layouts, refused=lost)
             return found
         if not entry.refused and forward.graph is not None:
             with call.block.holding(call.layers, backward=True):
@@ -210,10 +218,36 @@ class GraphExecutor:
         """A forward of the decoder ended."""
         self._pages.close()
 
+    def keep(self, signatures: int) -> None:
+        """Keep graphs for at most so many signatures of a block from here on."""
+        self._signatures = signatures
+        for seen in self._seen.values():
+            self._forget(seen)
+
+    def buffer_bytes(self, *, room: int) -> int:
+        """Return the bytes that buffers will take if all signatures are as large as the largest.
+
+        Args:
+            room: bytes that the capturer has to reserve.
+        """
+        lasting, passing = largest_call(
+            (key.inputs, entry.outputs, key.arguments)
+            for seen in self._seen.values()
+            for key, entry in seen.items()
+        )
+        return self._signatures * lasting + max(0, self._signatures * passing - room)
+
+    def _forget(self, seen: OrderedDict[ForwardKey, _Forward]) -> None:
+        while len(seen) > self._signatures:
+            seen.popitem(last=False)[1].drop()
+
     def clear(self) -> None:
         """Drop every graph and buffer: units move, or the model is done with. Calls whose backward
         is to come will run it eagerly."""
         self._epoch += 1
+        for seen in self._seen.values():
+            for entry in seen.values():
+                entry.drop()
         self._seen.clear()
         self._buffers.clear()
         self._stretches.clear()
@@ -338,6 +372,10 @@ class GraphExecutor:
                 self._off = True
                 self.clear()
             return None
+        except BaseException:  # an interrupt: nobody can say what it left half-way
+            self._off = True
+            self.clear()
+            raise
         finally:
             set_rng_state(self._device, found)
             self._capturer.settle()

@@ -55,8 +55,7 @@ class ForwardKey:
         inputs: layout of the hidden state and of what else carries gradients.
         arguments: each other argument: a layout, a plain value, or a kind of cache.
         structure: which arguments each layer was given.
-        parameters: identity, address, dtype and ``requires_grad`` of everything in the block that
-            does not stream.
+        places: where the block's parameters and buffers are; see ``BlockConstants.places``.
         flags: train/eval modes, autocast, adapters' switches and scaling, kernels allowed.
         constants: dropout rates, merged adapters, attention's implementation and constants, and
             which modules the block has.
@@ -66,7 +65,7 @@ class ForwardKey:
     inputs: tuple[Layout, ...]
     arguments: tuple[object, ...]
     structure: tuple[object, ...]
-    parameters: tuple[tuple[int, int, torch.dtype, bool], ...]
+    places: tuple[object, ...]
     flags: tuple[object, ...]
     constants: tuple[object, ...]
 
@@ -78,11 +77,13 @@ class BackwardKey:
     Attributes:
         gradients: layout of each gradient that came back; None where none did.
         wanted: which inputs and parameters want gradients.
+        places: where the block's parameters and buffers are by then.
         ambient: the state that the gradient kernels see.
     """
 
     gradients: tuple[Layout | None, ...]
     wanted: tuple[bool, ...]
+    places: tuple[object, ...]
     ambient: tuple[object, ...]
 
 
@@ -106,7 +107,9 @@ class BlockConstants:
                 module._backward_pre_hooks,
             )
         ]
+        self._slots = block.slots
         self._buffers = [(module, name) for module in modules for name in module._buffers]
+        self._caching = [module for module in modules if hasattr(module, "_dora_cache")]
 
     def hooked(self) -> bool:
         """Say whether the user hooked a module inside the block."""
@@ -118,6 +121,29 @@ class BlockConstants:
     def unpads(self) -> bool:
         """Say whether attention looks at the mask on the host, which no capture allows."""
         return any("flash" in str(_implementation(a)) for a in self._attentions)
+
+    def keeps_tensors(self) -> bool:
+        """Say whether a module keeps tensors of one call for the next, as PEFT's DoRA does if it is
+        told to: a replay would go on reading them where they were."""
+        if not self._caching:
+            return False
+        from peft.tuners.lora import dora
+
+        return dora.ENABLE_DORA_CACHING and not all(module.training for module in self._caching)
+
+    def places(self) -> tuple[object, ...]:
+        """Return identity, address, dtype and ``requires_grad`` of everything in the block that
+        does not stream, and the address of every buffer."""
+        parameters = tuple(
+            (id(param), param.data_ptr(), param.dtype, param.requires_grad)
+            for module, name in self._slots
+            if (param := module._parameters.get(name)) is not None
+        )
+        buffers = tuple(
+            -1 if (buffer := module._buffers.get(name)) is None else buffer.data_ptr()
+            for module, name in self._buffers
+        )
+        return (*parameters, *buffers)
 
     def read(self) -> tuple[object, ...]:
         """Return the settings as they are now."""
@@ -133,10 +159,6 @@ class BlockConstants:
                 for attention in self._attentions
             ),
             tuple(bool(tuner.merged) for tuner in self._tuners),
-            tuple(
-                -1 if (buffer := module._buffers[name]) is None else buffer.data_ptr()
-                for module, name in self._buffers
-            ),
         )
 
 
@@ -185,10 +207,10 @@ def forward_key(
         return None
     if any(call.shared.values()):
         return None  # what layers share is not copied into buffers
-    if constants.unpads():
+    if constants.unpads() or constants.keeps_tensors():
         return None
     layouts = [layout_of(t, wanted=w) for t, w in zip(inputs, wanted, strict=True)]
-    arguments = [_argument(leaf) for leaf in call.leaves]
+    arguments = [_argument(leaf, call.state.device) for leaf in call.leaves]
     if None in layouts or _EAGER in arguments:
         return None
     return ForwardKey(
@@ -196,25 +218,26 @@ def forward_key(
         tuple(layout for layout in layouts if layout is not None),
         tuple(arguments),
         call.structure,
-        tuple(
-            (id(param), param.data_ptr(), param.dtype, param.requires_grad)
-            for module, name in call.block.slots
-            if (param := module._parameters.get(name)) is not None
-        ),
+        constants.places(),
         call.state.flags,
         (call.block.version, *constants.read()),
     )
 
 
 def backward_key(
-    call: BlockCall, wanted: Sequence[bool], gradients: Sequence[torch.Tensor | None]
+    call: BlockCall,
+    wanted: Sequence[bool],
+    gradients: Sequence[torch.Tensor | None],
+    constants: BlockConstants,
 ) -> BackwardKey | None:
     """Return the key of a call's backward, or None if it must run eagerly."""
     assert call.state is not None
     layouts = [None if g is None else layout_of(g) for g in gradients]
     if any(g is not None and found is None for g, found in zip(gradients, layouts, strict=True)):
         return None
-    return BackwardKey(tuple(layouts), tuple(wanted), ambient(call.state.device))
+    return BackwardKey(
+        tuple(layouts), tuple(wanted), constants.places(), ambient(call.state.device)
+    )
 
 
 class _Eager:
@@ -224,9 +247,10 @@ class _Eager:
 _EAGER = _Eager()
 
 
-def _argument(leaf: object) -> object:
+def _argument(leaf: object, device: torch.device) -> object:
     if isinstance(leaf, torch.Tensor):
-        return layout_of(leaf) or _EAGER
+        # numbers on the host take part in other ways than a buffer on the device could
+        return (layout_of(leaf) if leaf.device.type == device.type else None) or _EAGER
     if isinstance(leaf, IsolatedCache):
         return type(leaf.empty) if leaf.live is None else _EAGER
     return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else _EAGER

@@ -29,7 +29,7 @@ from poros_runtimes.streamed.activations import HostActivations
 from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
 from poros_runtimes.streamed.block import BackwardToken
 from poros_runtimes.streamed.boundary import EagerExecutor, Executor, graph_is_retained
-from poros_runtimes.streamed.budget import Budget
+from poros_runtimes.streamed.budget import Budget, Spare
 from poros_runtimes.streamed.capture import CudaCapturer
 from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import GraphExecutor
@@ -44,6 +44,9 @@ _log = get_logger("runtime")
 _START = 2
 """Units that stay in the window between steps: what the next forward starts with. The first
 computes while the second waits and the third is on its way."""
+
+_SIGNATURES = (4, 2, 1)
+"""Calls of different shape that a block keeps graphs for under a budget: the most that fit."""
 
 
 class Units:
@@ -106,6 +109,8 @@ class Units:
         if isinstance(self._arena, GraphArena):
             self._capturer = CudaCapturer(self._arena, device=plan.device)
             self.graphs = GraphExecutor(self.eager, plan.device, self._capturer, self._first.eager)
+            if self._budget is not None:
+                self.graphs.keep(_SIGNATURES[0])
         register(self)
 
     @property
@@ -289,8 +294,7 @@ class Units:
         self._waiting = self.outstanding
         if self._waiting:
             return
-        graphs = 0 if self.graphs is None else 2 * self._count
-        spare = budget.spare(own=self.window.arena.nbytes, graphs=graphs)
+        spare = self._spare(budget)
         if spare < 0:
             self._waiting = True  # the next forward asks again
             raise budget.refuse(spare)
@@ -306,6 +310,23 @@ class Units:
         self.window.move(streaming, self.window.arena)
         self.resident = chosen
         self._capture_in(self._arena)
+
+    def _spare(self, budget: Budget) -> Spare:
+        """Return what a budget leaves for units, beside graphs of as many signatures as fit."""
+        own = self.window.arena.nbytes
+        if self.graphs is None:
+            return budget.spare(own=own, graphs=0, buffers=0)
+        spare = 0
+        for signatures in _SIGNATURES:
+            self.graphs.keep(signatures)
+            spare = budget.spare(
+                own=own,
+                graphs=2 * self._count * signatures,
+                buffers=self.graphs.buffer_bytes(room=own - self._slot_bytes),
+            )
+            if spare >= 0:
+                break
+        return spare
 
     @torch.inference_mode(False)
     def _move_layers(self, reason: str) -> None:

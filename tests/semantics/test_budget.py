@@ -9,6 +9,7 @@ import torch
 
 import poros
 from poros_core.prepare import prepared_of
+from poros_runtimes.streamed.budget import Budget
 from semantics.arms import LAYERS, NF4, Arm, batches, compare, play
 
 
@@ -114,6 +115,25 @@ def test_a_budget_that_is_too_small_is_an_error_that_says_what_is_needed() -> No
         arm.train(batches(1))
 
     play(script, NF4, streamed=True, late=False, vram_budget=1000)
+
+
+def test_graphs_and_their_buffers_are_taken_off_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {
+        "memory_allocated": 2 << 30,
+        "max_memory_allocated": 4 << 30,
+        "memory_reserved": 5 << 30,
+        "get_per_process_memory_fraction": 1.0,
+        "mem_get_info": (70 << 30, 80 << 30),
+    }
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    budget = Budget(20 << 30, torch.device("cuda"))
+    left = budget.spare(own=0, graphs=0, buffers=0)
+    graph = left - budget.spare(own=0, graphs=1, buffers=0)
+    assert graph == 2_200_000, "the most that a graph took in the cost records"
+    assert budget.spare(own=0, graphs=512, buffers=1 << 28) == left - 512 * graph - (1 << 28)
 
 
 def test_auto_keeps_nothing_on_a_cpu() -> None:
