@@ -28,6 +28,7 @@ from poros_core.gate import GateOptions
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.run import run_gate
 from poros_core.plugins import plugins
+from poros_core.prepare import prepared_of
 from poros_families.qwen2 import QWEN2
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,6 +191,51 @@ def test_int8_bytes_are_what_streams(tmp_path: Path) -> None:
     assert torch.equal(layer.weight.data, wanted[0])
     assert torch.equal(layer.state.CB, wanted[0])
     assert torch.equal(layer.state.SCB, wanted[1])
+
+
+def int8_run(base: Any, *, streams: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Train three steps; return losses and adapters, and how many graphs were replayed."""
+    torch.manual_seed(0)
+    adapters = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+    model: Any = get_peft_model(base, adapters).train()
+    if streams:
+        poros.prepare(model, block_size=2, verbose=False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        torch.manual_seed(step)
+        ids = torch.randint(3, 96, (2, 32)).to(trained[0].device)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss {step}"] = loss.detach()
+    found |= {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    prepared = prepared_of(model)
+    return found, prepared.handle.counters()["graph_replays"] if prepared else 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_int8_is_exact_on_a_gpu(threshold: float, tmp_path: Path) -> None:
+    """With a threshold its kernels wait for the device, and blocks run eagerly."""
+    write_random_checkpoint(
+        QWEN2.shapes["tiny"], tmp_path, seed=0, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    with poros.deterministic():
+        plain = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=config, dtype="auto", device_map={"": "cuda:0"}
+        )
+        wanted, _ = int8_run(plain, streams=False)
+        base = poros.load(tmp_path, precision="int8", device="cuda:0", quantization_config=config)
+        found, replays = int8_run(base, streams=True)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    assert (replays > 0) == (threshold == 0.0)
 
 
 def fp4_model() -> Any:

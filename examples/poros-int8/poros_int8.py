@@ -1,4 +1,13 @@
-"""LLM.int8 by bitsandbytes for Poros: a codec, and two ways to load."""
+"""LLM.int8 by bitsandbytes for Poros: a codec, and two ways to load.
+
+Of a base weight, forward and backward of bitsandbytes 0.50 read ``state.CB`` (int8, outputs by
+inputs) and ``state.SCB`` (float32, one per output), on a GPU and on a CPU alike. They read them
+from the module's state when they run, so what is bound then is what counts: its autograd functions
+keep the state and the activations, and no weight. After each forward a module makes ``state.CB``
+its weight's data. ``CxB``, ``SB``, ``CBt`` and ``subB`` of older releases are never set;
+``state.idx``, the columns with outliers of the last input, belongs to activations. A module
+quantises anew only with ``has_fp16_weights`` or without ``state.CB``, which ``refs`` rules out.
+"""
 
 from __future__ import annotations
 
@@ -83,22 +92,23 @@ class Int8Codec:
         """Return the weight and its scales.
 
         A module keeps both in its weight until its first forward moves them to its state; they
-        are moved now, so that the places stay the same.
+        are moved now, so that the places stay the same, and nothing else holds device memory.
 
         Raises:
-            PrepareError: the weight is not quantised.
+            PrepareError: the weight is not quantised, or is no linear layer's.
         """
         weight: Any = param
         owner: Any = module
-        if weight.has_fp16_weights or (weight.CB is None and owner.state.CB is None):
+        state: Any = getattr(module, "state", None)  # an 8-bit embedding has none
+        if state is None or weight.has_fp16_weights or (weight.CB is None and state.CB is None):
             raise PrepareError(
-                f"An 8-bit weight ({type(module).__name__}.{name}) is not quantised. Load the "
-                "model with BitsAndBytesConfig(load_in_8bit=True), without "
+                f"An 8-bit weight ({type(module).__name__}.{name}) is not that of a quantised "
+                "linear layer. Load the model with BitsAndBytesConfig(load_in_8bit=True), without "
                 "llm_int8_has_fp16_weight."
             )
         if weight.CB is not None:
             owner.init_8bit_state()
-        return (Int8Data(weight, owner.state), Int8Scales(owner.state))
+        return (Int8Data(weight, state), Int8Scales(state))
 
     def keep_layout(self, module: nn.Module) -> Callable[[], None]:
         """Do nothing: these weights are never rearranged."""
