@@ -60,7 +60,8 @@ def accumulate(
 
     Nothing may be random: dropout in a model that trains is refused, and whatever else draws random
     numbers too. Autocast can be entered around the call, or in ``loss``. Each ``loss`` runs in a
-    thread of its own, but never two at the same time.
+    thread of its own, but never two at the same time; all of them have begun before the first ends,
+    so none may hold a lock while it calls the model.
 
     Args:
         model: the object that was given to ``prepare``.

@@ -54,6 +54,7 @@ class _AtEnd:
 
     token: BackwardToken
     backward: bool
+    ambient: Ambient
 
 
 class MicroBatch:
@@ -124,7 +125,7 @@ class MicroBatch:
             backward: whether a backward will come to the decoder's output.
         """
         assert self.token is not None
-        self._routine.ask(_AtEnd(self.token, backward))
+        self._routine.ask(_AtEnd(self.token, backward, Ambient.of_this_thread(self._device)))
 
     # -- for the caller ------------------------------------------------------------------------
 
@@ -249,6 +250,7 @@ class BlockMajor:
         """Take all micro-batches to the end of the decoder."""
         for part in self._parts:
             part.start()
+            self._drop_workspaces()
         self._mark(sum(part.tokens for part in self._parts))
         while blocks := {
             id(part.asked.block): part.asked.block
@@ -268,7 +270,8 @@ class BlockMajor:
             part.entry.leaves.clear()
         for part in self._parts:
             if isinstance(part.asked, _AtEnd):
-                self._units.end_forward(part.asked.token, backward=part.asked.backward)
+                with part.asked.ambient.entered(self._units.device):
+                    self._units.end_forward(part.asked.token, backward=part.asked.backward)
 
     def _loss_of(self, part: MicroBatch, scale: float | None) -> torch.Tensor:
         """Compute a micro-batch's loss, and go back from it to the blocks."""
@@ -281,9 +284,13 @@ class BlockMajor:
             self._claim(below.leaves.values(), place="after")
             del below
         scaled.backward()  # type: ignore[no-untyped-call]
-        if self._units.device.type == "cuda":
-            drop_workspaces()  # cuBLAS keeps one for each thread
+        self._drop_workspaces()
         return found
+
+    def _drop_workspaces(self) -> None:
+        """Free what cuBLAS took in a routine: it keeps a workspace for each thread."""
+        if self._units.device.type == "cuda":
+            drop_workspaces()
 
     def _backward(self) -> None:
         """Go back through the blocks, and on to what was before them."""

@@ -37,6 +37,7 @@ class Ambient:
         saved: what packs and unpacks saved tensors; None where nothing does.
         default: where tensors are made of which nobody says where.
         stream: the current stream of the compute device; None on a CPU.
+        current: the current CUDA device, which need not be the compute device; None on a CPU.
     """
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -44,6 +45,7 @@ class Ambient:
     saved: tuple[Any, Any] | None = field(repr=False)
     default: torch.device
     stream: Any
+    current: int | None
 
     @classmethod
     def of_this_thread(cls, device: torch.device) -> Ambient:
@@ -64,6 +66,7 @@ class Ambient:
             bindings._top_saved_tensors_default_hooks(False),
             torch.get_default_device(),
             torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            torch.cuda.current_device() if device.type == "cuda" else None,
         )
 
     @contextmanager
@@ -71,11 +74,16 @@ class Ambient:
         """Give the calling thread this state, and its own back afterwards.
 
         No region of autocast is entered: leaving one would drop the casts of all other threads.
+        Where the two are on different streams, each waits for what the other has issued.
         """
         found = Ambient.of_this_thread(device)
         with ExitStack() as stack:
             if self.stream is not None:
+                if self.stream != found.stream:
+                    self.stream.wait_stream(found.stream)
+                    stack.callback(found.stream.wait_stream, self.stream)
                 stack.enter_context(torch.cuda.stream(self.stream))
+                stack.enter_context(torch.cuda.device(self.current))
             if self.default != found.default:
                 stack.enter_context(self.default)
             if self.saved is not None and self.saved != found.saved:
@@ -141,8 +149,8 @@ class Routine:
         if self._started:
             self._replies.put((reply, error))
         else:
+            self._started = True  # before it is: an interrupt may come in between
             self._thread.start()
-            self._started = True
         del reply, error
         said = self._said.get()
         if not isinstance(said, _Ended):
@@ -177,13 +185,15 @@ class Routine:
             return
         self._closed = True
         self._replies.put((None, _Closed()))
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self.ended = True
 
     def _run(self) -> None:
         function, self._function = self._function, None
-        assert function is not None
         try:
+            if function is None or self._closed:
+                raise _Closed
             with self._ambient.entered(self._device):
                 value = function()
         except BaseException as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import contextvars
 import copy
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +24,7 @@ from poros_core.plugins import plugins
 from poros_core.prepare import prepared_of
 from poros_runtimes.streamed.cuts import Cut, Entry
 from poros_runtimes.streamed.graphs import GraphExecutor
+from poros_runtimes.streamed.routine import Ambient, Routine
 from semantics.arms import SOME_LINEAR, Batch, batches, compare, layers_of
 from semantics.races import watch
 
@@ -300,6 +303,65 @@ def test_losses_see_the_state_of_the_callers_thread() -> None:
     hidden = (*batches(1)[0]["input_ids"].shape, 64)
     assert packed[True].count(hidden) >= LAYERS, "what blocks save"
     assert any(shape[-1:] == (96,) for shape in packed[True]), "what losses save"
+
+
+class Stream:
+    """Notes which stream waits for which."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_stream_of_the_routines_own_is_ordered_with_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    streams, devices = [Stream("side", log)], [1]
+
+    @contextlib.contextmanager
+    def entered(stack: list[Any], value: Any) -> Iterator[None]:
+        stack.append(value)
+        yield
+        stack.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered(streams, stream))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered(devices, device))
+    cuda = torch.device("cuda", 1)
+    routines = Ambient.of_this_thread(cuda)
+    streams[:], devices[:] = [Stream("main", log)], [0]
+    with routines.entered(cuda):
+        assert (streams[-1].name, devices[-1]) == ("side", 1)
+        assert log == ["side waits for main"]
+    assert (streams[-1].name, devices[-1]) == ("main", 0)
+    assert log == ["side waits for main", "main waits for side"]
+    with Ambient.of_this_thread(cuda).entered(cuda):
+        assert len(log) == 2, "the same stream is in order as it is"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_losses_on_a_stream_of_their_own(graphs: Any) -> None:
+    """Units and head come for the stream on which a loss computes."""
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            found = own_loss(model, {name: value.cuda() for name, value in batch.items()})
+        current.wait_stream(side)
+        return found
+
+    model = build(modules_to_save=["lm_head"], config={"tie_word_embeddings": False}).cuda()
+    run = twins(lambda run: run.train(4), model, loss=loss, graphs=graphs)
+    assert (run.handle.counters()["graph_replays"] > 0) == (graphs == "on")
 
 
 def test_hooks_and_an_optimizer_inside_of_the_backward() -> None:
@@ -663,6 +725,55 @@ def test_after_an_exception_the_model_is_as_before(place: str, offload: bool) ->
     compare(plain_notes(), run.notes)
     assert run.handle.units.shared
     poros.unprepare(run.model)
+
+
+def test_an_interrupt_while_a_loss_runs() -> None:
+    """It reaches the caller's thread, while the micro-batch's goes on beside it."""
+    run = Run(build(), streamed=True).train(1)
+    calls: list[str] = []
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        calls.append("loss")
+        if len(calls) == 2:
+            _thread.interrupt_main()
+            time.sleep(0.2)
+        return own_loss(model, batch)
+
+    run.loss = loss
+    with pytest.raises(KeyboardInterrupt):
+        run.losses(batches(PARTS))
+    assert not threads_left()
+    assert len(calls) == 2
+    run.optimizer.zero_grad()
+    run.loss = own_loss
+    run.step(run.losses(batches(PARTS, seed=1)))
+    compare(plain_notes(), run.notes)
+
+
+def test_an_interrupt_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    routine = Routine(lambda: ran.append(1), device=torch.device("cpu"), name="poros micro-batch 0")
+    ran: list[int] = []
+    start = routine._thread.start
+
+    def interrupted() -> None:
+        start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(routine._thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        routine.resume()
+    routine.close()
+    assert not threads_left()
+
+    def refused() -> None:
+        raise RuntimeError("can't start new thread")
+
+    other = Routine(lambda: ran.append(2), device=torch.device("cpu"), name="poros micro-batch 1")
+    monkeypatch.setattr(other._thread, "start", refused)
+    with pytest.raises(RuntimeError, match="new thread"):
+        other.resume()
+    other.close()
+    assert 2 not in ran
 
 
 @pytest.mark.parametrize("where", ["loss", "block"])
