@@ -19,8 +19,11 @@ test: lint $(OLDEST_STAMP)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 	$(MAKE) --no-print-directory oldest
 
-# What takes longer: packages that are installed and taken away, and gates of every family.
+# What takes longer: the slow tests of loops and families, the whole demo, packages that are
+# installed and taken away, and gates of every family.
+SLOW := tests/semantics tests/families tests/test_demo.py
 more: $(STAMP)
+	$(BIN)/pytest $(SLOW) -m slow --numprocesses auto --maxprocesses 8 --dist worksteal
 	$(BIN)/pytest tests/test_third_party.py -m slow -k comes_and_goes
 	$(BIN)/poros gate --matrix ci
 
