@@ -198,7 +198,16 @@ def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
             f"{int(status)}). Raise the limit that `ulimit -l` shows, give the container more "
             "memory, free some, or load with host='pageable' or host='mmap'."
         )
-    weakref.finalize(buffer, runtime.cudaHostUnregister, pointer).atexit = False
+    weakref.finalize(buffer, _unlock, runtime, pointer, device).atexit = False
+
+
+def _unlock(runtime: Any, pointer: int, device: torch.device) -> None:
+    """Give page-locked memory up. Copies and kernels that were issued may still read it: those of a
+    model that was dropped right after a step, say."""
+    try:
+        torch.cuda.synchronize(device)
+    finally:
+        runtime.cudaHostUnregister(pointer)
 
 
 def layout(refs: Iterable[TensorRef]) -> tuple[list[TensorEntry], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -11,6 +12,7 @@ import torch
 from test_window import CPU, Ref, parameter
 from torch import nn
 
+from poros_core.host_memory import HostBuffer
 from poros_core.host_store import ALIGNMENT, HostStore, layout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
@@ -102,3 +104,24 @@ def test_a_home_store_keeps_its_tensors_unless_told_where_to() -> None:
 
 def test_no_tensors_make_no_image() -> None:
     assert HostStore(CPU).adopt([]) is None
+
+
+def test_page_locked_memory_is_given_up_when_the_device_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> None:
+            done.append("unregistered")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"waited {device}"))
+    buffer = HostBuffer(4096, device=torch.device("cuda", 0))
+    assert not done
+    del buffer
+    assert done == ["waited cuda:0", "unregistered"]
