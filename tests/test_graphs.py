@@ -99,11 +99,13 @@ def make(
     graphs: bool = True,
     offload: bool = False,
     shape: Mapping[str, Any] = QWEN2.shapes["tiny"],
+    target: str = "all-linear",
+    block_size: int = 1,
 ) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**shape, "attention_dropout": 0.1})
     base = AutoModelForCausalLM.from_config(config)
-    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=target)
     model: Any = get_peft_model(base, lora).train()
     poros.prepare(
         model,
@@ -111,6 +113,7 @@ def make(
         device=device,
         graphs="auto" if graphs else "off",
         offload_activations=offload,
+        block_size=block_size,
     )
     if graphs and device.type == "cpu":
         handle = handle_of(model)
@@ -230,17 +233,41 @@ def test_replays_equal_the_eager_run(script: Script, device: torch.device) -> No
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize(
     ("family", "name", "replayed"),
-    [(GEMMA3, "tiny", 4), (GEMMA4, "tiny", 2), (QWEN3_5, "tiny", 4)],
+    [(GEMMA3, "tiny", 4), (GEMMA4, "tiny", 4), (GEMMA4, "tiny-e2b", 6), (QWEN3_5, "tiny", 4)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_families_replay(family: Family, name: str, replayed: int, device: torch.device) -> None:
-    """A layer that is given, or hands on, what layers share runs eagerly; no other does."""
+    """Layers that are given, or hand on, what layers share are no exception."""
     shape = family.shapes[name]
     eager = run(make(device, graphs=False, shape=shape), plain, device)
     model = make(device, shape=shape)
     found = run(model, plain, device)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
     assert handle_of(model).counters()["graph_replays"] == 3 * 2 * replayed
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize(
+    ("script", "replays"),
+    [(two_forwards, 2 * 2 * 6), (evaluated_between, 6)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_enters_many_blocks_is_replayed(
+    script: Script, replays: int, device: torch.device
+) -> None:
+    """Inputs of each layer, from embeddings that train, and keys and values that layers share: the
+    gradients of one tensor come back from several graphs."""
+    several: dict[str, Any] = {
+        "shape": GEMMA4.shapes["tiny-e2b"],
+        "target": r".*(embed_tokens|embed_tokens_per_layer|[qkv]_proj|per_layer_projection)",
+        "block_size": 2,
+    }
+    eager = run(make(device, graphs=False, **several), script, device, steps=3)
+    model = make(device, **several)
+    found = run(model, script, device, steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    counters = handle_of(model).counters()
+    assert counters["graph_replays"] == replays, "all but those before layers moved, and the first"
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -548,6 +575,24 @@ def _live_bytes() -> int:
         if type(thing) is torch.Tensor:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def test_a_part_of_something_larger_is_copied_and_not_kept() -> None:
+    whole = torch.randn(2, 5, 7, 8)
+    layout = layout_of(whole[:, :, 3], span=8)
+    assert layout_of(whole[:, :, 3]) is None
+    assert layout_of(whole[:, :, 3], span=6) is None
+    assert layout is not None
+    buffer = Buffer(layout, CPU)
+    for part in (whole[:, :, 3], whole[:, :, 4]):
+        buffer.fill(part)
+        assert torch.equal(buffer.tensor, part)
+        assert buffer.tensor.stride() == part.stride()
+    gone = weakref.ref(whole.untyped_storage())
+    del whole, part
+    assert gone() is None
+    overlapping = torch.randn(9).as_strided((3, 4), (2, 1))
+    assert layout_of(overlapping, span=64) is None
 
 
 def test_what_blocks_hand_out_shares_a_page_but_not_a_version() -> None:

@@ -215,7 +215,8 @@ class BlockCall:
         state: what the first forward saw.
         thread: hand out the hidden state that entered too, for a loss that reads it.
         left_spec: how the tensors that left in the shared mappings are put back together.
-        structure: which arguments each layer was given, without their values, and which mappings.
+        structure: which arguments each layer was given, without their values, and which mappings,
+            with their keys.
         replay: what an executor remembers of the forward.
         versions: of the arguments, to see that they are unchanged in the backward.
     """
@@ -415,6 +416,7 @@ def make_call(
                 for args, kwargs in arguments
             ),
             tuple(shared),
+            repr(shared_spec) if entering else "",
         ),
     )
     return call, [*(tensor for tensor, _ in carried.values()), *entering]

@@ -71,12 +71,14 @@ class Buffer:
             else memory.view(layout.dtype).as_strided(layout.compact, strides)
         )
         self.tensor = self._base.expand(layout.shape)
+        self._part = span_of(layout) > self._base.numel() * layout.dtype.itemsize
         self._source: torch.Tensor | None = None
         self._version = -1
 
     def fill(self, source: torch.Tensor) -> None:
-        """Copy ``source`` in, unless it is what was copied last."""
-        if source.is_inference():
+        """Copy ``source`` in, unless it is what was copied last. A part of something larger, which
+        gaps tell, is not kept for that."""
+        if self._part or source.is_inference():
             self._source = None
             self.fill_always(source)
             return

@@ -8,7 +8,8 @@ as one graph, and replayed from then on; see ``signature`` for what counts as th
 All graphs draw their temporaries from one pool, one after the other, so the pool is as large as
 the largest needs; the arena lends it room, see [Note: One arena]. Tensors enter and leave through
 buffers outside the pool that all blocks of one shape share, and which go with the last graph that
-uses them. What a block hands out is copied out of them: a later replay would overwrite it.
+uses them. What a block hands out is copied out of them: a later replay would overwrite it. What it
+only hands on, such as keys and values that it shares, is the tensor that entered.
 """
 
 from __future__ import annotations
@@ -59,19 +60,21 @@ up to 512 tokens. A graph takes 1 to 2 MB of device memory outside the allocator
 class _Forward:
     """A block's forward: seen once, captured, or refused.
 
-    ``caches`` are those that were copied within the capture: the graph reads their tensors.
+    ``passed`` has for each output the input that it is, if the block only hands it on. ``caches``
+    are those that were copied within the capture: the graph reads their tensors.
     """
 
     outputs: list[Layout]
     differentiable: list[bool]
     epoch: int
     left_spec: Any = field(repr=False)
+    passed: list[int | None] = field(repr=False)
     refused: bool = False
     graph: Replayable | None = None
     caches: list[IsolatedCache] = field(factory=list, repr=False)
     inputs: list[Buffer] = field(factory=list, repr=False)
     arguments: list[tuple[int, Buffer]] = field(factory=list, repr=False)
-    results: list[Buffer] = field(factory=list, repr=False)
+    results: list[Buffer | None] = field(factory=list, repr=False)
     backward: tuple[BackwardKey, _Backward] | None = field(default=None, repr=False)
 
     def drop(self) -> None:
@@ -149,9 +152,14 @@ class GraphExecutor:
                 results, differentiable = self._eager.forward(call, inputs, wanted)
             layouts = [layout_of(result) for result in results]
             if None not in layouts:
-                refused = self._drew_on_the_host(call) or len(results) > 1  # it handed tensors on
-                outputs = [x for x in layouts if x]
-                entry = _Forward(outputs, differentiable, self._epoch, call.left_spec, refused)
+                entry = _Forward(
+                    [layout for layout in layouts if layout],
+                    differentiable,
+                    self._epoch,
+                    call.left_spec,
+                    [_same_memory(result, inputs) for result in results],
+                    refused=self._drew_on_the_host(call),
+                )
                 call.replay = seen[key] = entry
                 self._forget(seen)
             return results, differentiable
@@ -161,13 +169,13 @@ class GraphExecutor:
             with call.block.holding(call.layers, backward=False):
                 there = entry.epoch == self._epoch  # units may have moved to make room
                 if there and entry.graph is None:
-                    self._capture_forward(entry, call, inputs, wanted)
+                    self._capture_forward(entry, key, call, wanted)
                 if there and entry.graph is not None:
                     self._fill(entry, call, inputs)
                     entry.graph.replay()
                     self.replays += 1
                     call.left_spec = entry.left_spec
-                    return [self._pages.copy_of(b) for b in entry.results], entry.differentiable
+                    return self._handed_out(entry, inputs), entry.differentiable
         return self._eager.forward(call, inputs, wanted)
 
     def _drew_on_the_host(self, call: BlockCall) -> bool:
@@ -254,6 +262,16 @@ class GraphExecutor:
 
     # -- replaying -----------------------------------------------------------------------------
 
+    def _handed_out(self, entry: _Forward, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        handed: list[torch.Tensor] = []
+        for buffer, source in zip(entry.results, entry.passed, strict=True):
+            if buffer is None:
+                assert source is not None
+                handed.append(inputs[source].detach())
+            else:  # a page is for hidden states, which are all of one size
+                handed.append(buffer.tensor.clone() if handed else self._pages.copy_of(buffer))
+        return handed
+
     def _fill(self, entry: _Forward, call: BlockCall, inputs: Sequence[torch.Tensor]) -> None:
         for buffer, tensor in zip(entry.inputs, inputs, strict=True):
             buffer.fill_always(tensor)
@@ -293,20 +311,23 @@ class GraphExecutor:
     def _capture_forward(
         self,
         entry: _Forward,
+        key: ForwardKey,
         call: BlockCall,
-        inputs: Sequence[torch.Tensor],
         wanted: Sequence[bool],
     ) -> None:
         assert call.state is not None
         state, modules = call.state, call.block.modules
         entry.caches = _caches(call)
-        entry.inputs = [self._buffer("input", i, layout_of(t)) for i, t in enumerate(inputs)]
+        entry.inputs = [self._buffer("input", i, x) for i, x in enumerate(key.inputs)]
         entry.arguments = [
-            (position, self._buffer("argument", position, layout_of(leaf)))
-            for position, leaf in enumerate(call.leaves)
-            if isinstance(leaf, torch.Tensor)
+            (position, self._buffer("argument", position, layout))
+            for position, layout in enumerate(key.arguments)
+            if isinstance(layout, Layout)
         ]
-        entry.results = [self._buffer("result", i, x) for i, x in enumerate(entry.outputs)]
+        entry.results = [
+            self._buffer("result", i, layout) if source is None else None
+            for i, (layout, source) in enumerate(zip(entry.outputs, entry.passed, strict=True))
+        ]
         static = self._static_call(entry, call)
 
         def body() -> None:
@@ -315,7 +336,8 @@ class GraphExecutor:
                 found = static.run(leaves, bound)
             with torch.no_grad():
                 for buffer, tensor in zip(entry.results, found, strict=True):
-                    buffer.fill_always(tensor)
+                    if buffer is not None:
+                        buffer.fill_always(tensor)
 
         entry.graph = self._capture(body, call.block)
         entry.refused = entry.graph is None
@@ -423,6 +445,14 @@ class GraphExecutor:
         if event not in self._said:
             self._said.add(event)
             _log.warning(event, block=block, reason=reason)
+
+
+def _same_memory(result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int | None:
+    """Return which input a result is, all of it and as it lies there; None if it is none."""
+    for index, tensor in enumerate(inputs):
+        if result.data_ptr() == tensor.data_ptr() and layout_of(result) == layout_of(tensor):
+            return index
+    return None
 
 
 def _caches(call: BlockCall) -> list[IsolatedCache]:

@@ -52,9 +52,10 @@ class ForwardKey:
 
     Attributes:
         layers: numbers of the layers that run.
-        inputs: layout of the hidden state and of what else carries gradients.
+        inputs: layout of the hidden state, of what else carries gradients, and of what the shared
+            mappings hold.
         arguments: each other argument: a layout, a plain value, or a kind of cache.
-        structure: which arguments each layer was given.
+        structure: which arguments each layer was given, and what the shared mappings hold.
         places: where the block's parameters and buffers are; see ``BlockConstants.places``.
         flags: train/eval modes, autocast, adapters' switches and scaling, kernels allowed.
         constants: dropout rates, merged adapters, attention's implementation and constants, and
@@ -170,29 +171,41 @@ def _is_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd)
 
 
-def layout_of(tensor: torch.Tensor, *, wanted: bool = False) -> Layout | None:
+_SPARSE = 64
+"""How many times its own size a tensor that enters may span: the inputs of one layer among those of
+all, as Gemma 4 E2B slices them."""
+
+
+def layout_of(tensor: torch.Tensor, *, wanted: bool = False, span: int = 1) -> Layout | None:
     """Return a tensor's layout, or None if a buffer cannot take its place.
 
-    A buffer can if the tensor is dense apart from repeated dimensions, and aligned as fresh
-    memory is: kernels choose by alignment.
+    A buffer can if the tensor is aligned as fresh memory is, since kernels choose by alignment, and
+    dense apart from repeated dimensions.
+
+    Args:
+        tensor: the tensor.
+        wanted: whether it wants a gradient.
+        span: how many times its own size it may span, with gaps between its elements.
     """
     layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, wanted)
     aligned = tensor.data_ptr() % 16 == 0
-    return layout if aligned and _is_dense(layout) else None
+    return layout if aligned and _spans(layout, most=span) else None
 
 
-def _is_dense(layout: Layout) -> bool:
-    expected = 1
+def _spans(layout: Layout, *, most: int) -> bool:
+    """Whether no two elements overlap, and all span at most so many times their size."""
+    end = count = 1
     dims = [
         (stride, size)
         for size, stride in zip(layout.compact, layout.stride, strict=True)
         if size != 1
     ]
     for stride, size in sorted(dims):
-        if stride != expected:
+        if stride < end:
             return False
-        expected *= size
-    return True
+        end += (size - 1) * stride
+        count *= size
+    return end <= most * count
 
 
 def forward_key(
@@ -205,11 +218,9 @@ def forward_key(
     assert call.state is not None
     if call.thread or constants.hooked() or torch.is_anomaly_enabled():
         return None
-    if any(call.shared.values()):
-        return None  # what layers share is not copied into buffers
     if constants.unpads() or constants.keeps_tensors():
         return None
-    layouts = [layout_of(t, wanted=w) for t, w in zip(inputs, wanted, strict=True)]
+    layouts = [layout_of(t, wanted=w, span=_SPARSE) for t, w in zip(inputs, wanted, strict=True)]
     arguments = [_argument(leaf, call.state.device) for leaf in call.leaves]
     if None in layouts or _EAGER in arguments:
         return None
@@ -250,7 +261,8 @@ _EAGER = _Eager()
 def _argument(leaf: object, device: torch.device) -> object:
     if isinstance(leaf, torch.Tensor):
         # numbers on the host take part in other ways than a buffer on the device could
-        return (layout_of(leaf) if leaf.device.type == device.type else None) or _EAGER
+        here = leaf.device.type == device.type
+        return (layout_of(leaf, span=_SPARSE) if here else None) or _EAGER
     if isinstance(leaf, IsolatedCache):
         return type(leaf.empty) if leaf.live is None else _EAGER
     return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else _EAGER
