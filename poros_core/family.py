@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen, validators
 
+from poros_core.errors import PrepareError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -25,14 +27,30 @@ def decoder_of(model: nn.Module) -> nn.Module:
         model: the Transformers model, without PEFT's wrapping.
 
     Raises:
-        AttributeError: the model has no ``get_decoder``.
+        PrepareError: the model has no ``get_decoder``.
     """
-    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    get: Any = getattr(model, "get_decoder", None)
+    if get is None:
+        raise PrepareError(
+            f"{type(model).__name__} has no get_decoder(), so its decoder must be named: give the "
+            "family decoder=lambda model: ..."
+        )
+    decoder: nn.Module = get()
     return decoder
 
 
 def decoder_layers(decoder: nn.Module) -> Sequence[nn.Module]:
-    """Return the decoder's layers in the order in which its forward calls them."""
+    """Return the decoder's layers in the order in which its forward calls them.
+
+    Raises:
+        PrepareError: the decoder has no ``layers``.
+    """
+    if not hasattr(decoder, "layers"):
+        raise PrepareError(
+            f"{type(decoder).__name__} has no layers, so where they are must be named: give the "
+            "family layers=lambda decoder: ..., or decoder=lambda model: ... if this is not the "
+            "module that calls them."
+        )
     layers: Sequence[nn.Module] = decoder.layers  # type: ignore[assignment]
     return layers
 

@@ -297,4 +297,17 @@ def _of_shape(name: str | None, shape: str) -> tuple[Family, Mapping[str, Any]]:
         raise GateError(
             f"Family '{family.name}' has no shape '{shape}'. It has: {', '.join(family.shapes)}."
         )
-    return family, family.shapes[shape]
+    config = family.shapes[shape]
+    if config.get("model_type") not in family.model_types:
+        raise GateError(
+            f"Shape '{shape}' of family '{family.name}' has model_type "
+            f"{config.get('model_type')!r}. Give it one of the family's: "
+            f"{', '.join(family.model_types)}."
+        )
+    missing = {"vocab_size", "num_hidden_layers"} - (config.get("text_config") or config).keys()
+    if missing:
+        raise GateError(
+            f"Shape '{shape}' of family '{family.name}' does not say {', '.join(sorted(missing))}. "
+            "Write it out."
+        )
+    return family, config

@@ -10,7 +10,8 @@ from conftest import PluginSite
 
 from poros_core import conformance
 from poros_core.conformance import ConformanceError, check_family, tensor_manifest
-from poros_core.errors import GateError
+from poros_core.errors import GateError, PrepareError
+from poros_core.family import decoder_layers, decoder_of
 from poros_core.gate.arms import Arm
 from poros_core.host_store import UnitImage
 from poros_loaders.nf4 import Nf4Streamed
@@ -68,6 +69,30 @@ def test_an_unknown_family_or_shape_is_named() -> None:
         check_family("nope")
     with pytest.raises(GateError, match="no shape 'huge'"):
         check_family("qwen3", shapes=("huge",))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"model_type": "lama"}, r"'tiny' of family 'llama' has model_type 'lama'.*: llama\."),
+        ({"model_type": "llama", "vocab_size": 96}, r"does not say num_hidden_layers\. Write"),
+    ],
+    ids=["model_type", "layers"],
+)
+def test_a_shape_that_is_no_config_of_the_family(
+    plugin_site: PluginSite, shape: dict[str, Any], message: str
+) -> None:
+    source = LLAMA.format(more="").replace('{"tiny": TINY}', f'{{"tiny": {shape}}}')
+    plugin_site.install("poros-llama", plugin="poros-llama", module="poros_llama", source=source)
+    with pytest.raises(GateError, match=message):
+        check_family("llama")
+
+
+def test_a_model_whose_parts_have_other_names_is_told_what_to_give() -> None:
+    with pytest.raises(PrepareError, match=r"Module has no layers.*layers=lambda decoder:"):
+        decoder_layers(torch.nn.Module())
+    with pytest.raises(PrepareError, match=r"Module has no get_decoder.*decoder=lambda model:"):
+        decoder_of(torch.nn.Module())
 
 
 def test_a_loader_that_changes_a_byte_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
