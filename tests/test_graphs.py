@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -399,6 +400,35 @@ def graphs_kept(model: Any) -> int:
         for thing in gc.get_objects()
         if type(thing) in (graphs_module._Forward, graphs_module._Backward)
     )
+
+
+def test_units_do_not_move_into_memory_that_goes_with_the_first_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make()
+    units = handle_of(model).units
+    inside: list[int] = []
+    moved: list[int] = []
+
+    @contextmanager
+    def first() -> Iterator[None]:
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def move(reason: str) -> None:
+        moved.append(len(inside))
+        move_layers(reason)
+
+    move_layers = units._move_layers
+    monkeypatch.setattr(units, "_move_layers", move)
+    monkeypatch.setattr(units.graphs, "_first", first)
+    taken: list[torch.Tensor] = []
+    norm = model.get_base_model().model.norm
+    norm.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+    model(**batch(1, CPU))
+    taken[0].square().mean().backward()
+    assert moved == [0]
 
 
 @pytest.mark.parametrize("signatures", [SIGNATURES, 2])

@@ -111,7 +111,8 @@ class GraphExecutor:
             eager: runs what is not captured.
             device: the compute device.
             capturer: captures the rest.
-            first: a context for what runs eagerly because it was not seen before.
+            first: a context for what runs eagerly because it was not seen before. Its units are
+                bound outside of it: they may move to make room, and not into memory of the context.
         """
         self.replays = 0
         self._eager = eager
@@ -148,7 +149,7 @@ class GraphExecutor:
         seen = self._seen.setdefault(call.block, OrderedDict())
         entry = seen.get(key)
         if entry is None:
-            with self._first():
+            with call.block.holding(call.layers, backward=False), self._first():
                 results, differentiable = self._eager.forward(call, inputs, wanted)
             layouts = [layout_of(result) for result in results]
             if None not in layouts:
@@ -206,7 +207,6 @@ class GraphExecutor:
         known = forward.backward
         entry = known[1] if known is not None and known[0] == key else None
         if entry is None:
-            # units may move to make room, and not into memory of this context's
             with call.block.holding(call.layers, backward=True), self._first():
                 found = self._eager.backward(call, inputs, wanted, gradients)
             layouts = [None if g is None else layout_of(g) for g in found]
