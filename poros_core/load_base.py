@@ -35,6 +35,7 @@ from poros_core.plan import build_plan
 from poros_core.plugins import plugins
 from poros_core.prepare import STORE
 from poros_core.protocols import LoaderStrategy, LoadRequest
+from poros_core.rest import move_the_rest
 from poros_core.ring import StagingRing
 
 __all__ = ["LoadJob", "load_base"]
@@ -262,12 +263,12 @@ def _planned(model: nn.Module, job: LoadJob, store: HostStore) -> LoadedBase:
 
 def _move_the_rest(base: LoadedBase, device: torch.device) -> None:
     """Move what does not stream to the device."""
-    for param in base.plan.on_device:
-        param.data = param.data.to(device)
-    for module in base.model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+    move_the_rest(
+        base.model,
+        codecs=[codec for codec, _ in plugins().codecs()],
+        streamed={id(param) for unit in base.plan.units() for _, _, param in unit.places},
+        device=device,
+    )
 
 
 def _check_finite(base: LoadedBase, path: Path) -> None:

@@ -256,19 +256,21 @@ def build_plan(
     head_module: object = base.get_output_embeddings()  # type: ignore[operator]
     head = unit("head", head_module) if isinstance(head_module, nn.Module) else None
     embeddings = [unit(name, table) for name, table in _tables(base, decoder, layers)]
+    on_device = tuple(
+        param for param in model.parameters() if id(param) not in placed and not param.requires_grad
+    )
+    main_codec = _main_codec(claims.used)
+    for param in on_device:
+        claims.codec("a weight that does not stream", param)
     return BlockPlan(
         model=base,
         decoder=decoder,
         layers=layer_units,
         head=head if head is not None and head.refs else None,
         embeddings=tuple(table for table in embeddings if table.refs),
-        on_device=tuple(
-            param
-            for param in model.parameters()
-            if id(param) not in placed and not param.requires_grad
-        ),
+        on_device=on_device,
         device=device,
-        codec=_main_codec(claims.used),
+        codec=main_codec,
         codecs=tuple(claims.used.values()),
         shared=family.shared,
         breaks=frozenset(family.breaks(decoder)),

@@ -14,6 +14,7 @@ from poros_core.call_state import is_capture_hook
 from poros_core.errors import PrepareError, SettingsError, StateError
 from poros_core.host_store import HostStore
 from poros_core.plan import BlockPlan
+from poros_core.rest import move_the_rest
 from poros_core.settings import Settings
 from poros_core.stats import StepClock, tokens_in
 from poros_runtimes.streamed.attach import (
@@ -88,19 +89,13 @@ class StreamedHandle:
 
     def _move_the_rest(self, model: nn.Module) -> None:
         """Everything that does not stream is small, or trains: it stands on the device."""
-        device = self.plan.device
-        streamed = {id(param) for param in self._streamed}
-        for param in model.parameters():
-            if id(param) in streamed:
-                continue
-            if self._store.holds((id(param), "data")):
-                param.data = param.data.clone().to(device)
-            elif param.device != device:
-                param.data = param.data.to(device)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
+        move_the_rest(
+            model,
+            codecs=self.plan.codecs,
+            streamed={id(param) for param in self._streamed},
+            device=self.plan.device,
+            held=self._store.holds,
+        )
 
     def _make_blocks(self, settings: Settings) -> dict[int, Block]:
         streamed = frozenset(id(param) for param in self._streamed)
