@@ -230,7 +230,8 @@ def test_costs(record: Mapping[str, Any]) -> None:
         memory = device_memory(weights, run)
         assert 1.0 <= memory.reserved / record["peak_reserved_bytes"] <= 1.1
         if not record.get("measured_before_in_process"):
-            assert 1.0 <= memory.device / record["peak_device_bytes"] <= 1.1
+            device = memory.device + memory.cached  # no card ran short there
+            assert 1.0 <= device / record["peak_device_bytes"] <= 1.1
     rates = attrs.evolve(H200, link=record["link_bytes_per_second"])
     resident = spread(record["resident_units"], layers=len(weights.layers))
     predicted = step_time(weights, run, rates, resident=resident)

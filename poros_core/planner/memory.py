@@ -71,6 +71,8 @@ class Memory:
         graphs: what the driver takes for captured graphs.
         held: logits of the step before, which a loop that keeps its outputs in a variable holds
             until the next forward returns: beside new ones, though not at the peak.
+        cached: where the optimizer's state is on the host, the memory in which it came into being.
+            The allocator keeps it, but gives it up before it would run out.
     """
 
     moment: str
@@ -80,6 +82,7 @@ class Memory:
     graph_workspace: int
     graphs: int
     held: int = 0
+    cached: int = 0
 
     @property
     def allocated(self) -> int:
@@ -95,12 +98,13 @@ class Memory:
     @property
     def reserved(self) -> int:
         """What the allocator holds at the peak."""
-        return self.allocated + self.graph_workspace + self.held + self.gaps
+        return self.allocated + self.graph_workspace + self.held + self.gaps + self.cached
 
     @property
     def device(self) -> int:
-        """What the card must have: the driver's figure, context and graphs included."""
-        return self.reserved + self.graphs + CONTEXT_BYTES
+        """What the card must have: the driver's figure, context and graphs included, less what the
+        allocator would give up."""
+        return self.reserved - self.cached + self.graphs + CONTEXT_BYTES
 
 
 def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) -> Memory:
@@ -130,6 +134,7 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
         graph_workspace=max(0, workspace - room) if run.graphs else 0,
         graphs=_GRAPHS_BYTES + 2 * blocks * _GRAPH_BYTES if run.graphs else 0,
         held=_HALF * run.tokens * weights.vocabulary if run.loss_chunk is None else 0,
+        cached=_ADAM * weights.adapter_count(run.rank) if run.optimizer_state == "host" else 0,
     )
 
 
