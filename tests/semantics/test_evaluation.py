@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 
 from semantics.arms import BF16, FEW_LAYERS, FP32, NF4, Arm, Recipe, base_model, batches, twins
 
-RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, BF16)]
+RECIPES = [
+    pytest.param(NF4, id="nf4"),
+    pytest.param(BF16, id="bf16", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -9,7 +9,10 @@ import torch
 
 from semantics.arms import BF16, NF4, Arm, Recipe, batches, layers_of, twins
 
-RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, BF16)]
+RECIPES = [
+    pytest.param(NF4, id="nf4"),
+    pytest.param(BF16, id="bf16", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -28,7 +28,7 @@ SIZES: tuple[Any, ...] = (1, 2, 3, "all")
     ("recipe", "sizes"),
     [
         pytest.param(NF4, SIZES, id="nf4"),
-        pytest.param(BF16, (1, 2), id="bf16"),
+        pytest.param(BF16, (1, 2), id="bf16", marks=pytest.mark.slow),
         pytest.param(FP32, (1, "all"), id="fp32"),
     ],
 )
