@@ -101,3 +101,21 @@ def test_the_reports_arithmetic_is_the_planners() -> None:
     layers = sum(sort_weights(QWEN2.weights(QWEN2.shapes["32b"])).layer_bytes("nf4"))
     text = REPORT.read_text(encoding="utf-8")
     assert f"{layers / 1e9:.1f} GB of NF4 layers for a 32B model" in text
+
+
+LOADING = ROOT / "docs" / "loading.md"
+LOADED = re.compile(r"^\| (.+) \| \[record\]\((\.\./benchmarks/[\w./-]+\.json)\) \|$", re.MULTILINE)
+
+
+def test_what_loads_cost_is_what_records_say() -> None:
+    rows = LOADED.findall(LOADING.read_text(encoding="utf-8"))
+    assert len(rows) >= 3
+    sizes = ("device_peak_bytes", "host_peak_bytes", "host_steady_bytes")
+    for cells, path in rows:
+        record = json.loads((LOADING.parent / path).read_text(encoding="utf-8"))
+        assert (record["kind"], record["outcome"]) == ("load-cost", "loaded")
+        assert (record["shape"], record["stack"]["gpu"]) == ("7b", "NVIDIA H200")
+        assert [cell.strip() for cell in cells.split("|")][1:] == [
+            *(f"{record[name] / 1e9:.2f} GB" for name in sizes),
+            *(f"{record[name]:.2f} s" for name in ("seconds", "floor_seconds")),
+        ]
