@@ -15,9 +15,9 @@ OLDEST_STAMP := $(OLDEST)/.installed
 demo: $(STAMP)
 	$(BIN)/poros demo
 
-test: lint $(OLDEST_STAMP)
+test: $(OLDEST_STAMP)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync lint oldest
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
-	$(MAKE) --no-print-directory oldest
 
 # What takes longer: the slow tests of loops and families, the whole demo, packages that are
 # installed and taken away, and gates of every family.

@@ -9,7 +9,10 @@ import torch
 
 from semantics.arms import FP32, NF4, Arm, Recipe, batches, twins
 
-RECIPES = [pytest.param(r, id=r.precision) for r in (NF4, FP32)]
+RECIPES = [
+    pytest.param(NF4, id="nf4"),
+    pytest.param(FP32, id="fp32", marks=pytest.mark.slow),
+]
 
 
 def bf16(**options: Any) -> torch.autocast:
