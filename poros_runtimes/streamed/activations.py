@@ -29,8 +29,7 @@ from itertools import pairwise
 import torch
 from attrs import define, field
 
-from poros_core.errors import PrepareError, StateError
-from poros_core.host_memory import HostBuffer
+from poros_runtimes.streamed.activation_memory import ActivationMemory, HostStretch
 from poros_runtimes.streamed.block import BackwardToken
 from poros_runtimes.streamed.buffers import span_of
 from poros_runtimes.streamed.lane import POISON, Event, Lane, make_lane
@@ -41,18 +40,6 @@ __all__ = ["HostActivations", "KeptActivation"]
 _AHEAD = 2
 """Hidden states on their way back while a block is differentiated. They share a stream with units,
 so one may have to wait behind a unit that takes longer than a block computes."""
-
-_GRAIN = 2 << 20
-"""Bytes that sizes of host memory are rounded up to, so that lengths that differ little meet the
-same memory."""
-
-
-@define(eq=False)
-class _Stretch:
-    """Host memory for one hidden state, and the event that the last copy from or to it is done."""
-
-    buffer: HostBuffer
-    event: Event | None = None
 
 
 @define(eq=False)
@@ -72,12 +59,12 @@ class KeptActivation:
 
     def __init__(
         self,
-        stretch: _Stretch,
+        stretch: HostStretch,
         layout: Layout,
         *,
         stand_in: torch.Tensor,
         before: KeptActivation | None,
-        back: deque[_Stretch],
+        back: deque[HostStretch],
         poison: bool,
     ) -> None:
         """Describe a hidden state whose copy to ``stretch`` was issued.
@@ -90,7 +77,7 @@ class KeptActivation:
             back: where the host memory goes when nobody needs this any more.
             poison: fill the host memory with 0xFF then.
         """
-        self.stretch: _Stretch | None = stretch
+        self.stretch: HostStretch | None = stretch
         self.layout = layout
         self.stand_in = stand_in
         self.flight: _Flight | None = None
@@ -132,7 +119,7 @@ class HostActivations:
         self._lane = lane
         self._out = make_lane(device)
         self._poison = poison
-        self._memory = _HostMemory(device)
+        self._memory = ActivationMemory(device)
         self._leaving: deque[_Flight] = deque()
         self._arriving: list[_Flight] = []
         self._last: weakref.WeakKeyDictionary[BackwardToken, weakref.ref[KeptActivation] | None] = (
@@ -299,60 +286,7 @@ class HostActivations:
         return kept.flight
 
 
-class _HostMemory:
-    """Page-locked memory that is used again. There are never more stretches than hidden states
-    were kept at once, and none is larger than the largest that was asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.back: deque[_Stretch] = deque()
-        """Stretches that nobody needs any more; filled whenever a graph is dropped."""
-        self.nbytes = 0
-        self._device = device
-        self._free: dict[int, list[_Stretch]] = {}
-
-    def take(self, nbytes: int) -> _Stretch:
-        """Return a stretch of at least ``nbytes`` bytes.
-
-        Raises:
-            StateError: it cannot be had.
-        """
-        while self.back:
-            stretch = self.back.popleft()
-            self._free.setdefault(stretch.buffer.nbytes, []).append(stretch)
-        size = -(-nbytes // _GRAIN) * _GRAIN
-        fitting = (
-            size if size in self._free else min((s for s in self._free if s > size), default=0)
-        )
-        if fitting:
-            return self._pop(fitting)
-        if self._free:
-            self._drop(max(self._free))
-        try:
-            buffer = HostBuffer(size, device=self._device)
-        except PrepareError as error:
-            raise StateError(
-                f"A hidden state cannot be kept on the host. {error} Or leave "
-                "offload_activations=True out."
-            ) from error
-        self.nbytes += size
-        return _Stretch(buffer)
-
-    def _pop(self, size: int) -> _Stretch:
-        stretches = self._free[size]
-        stretch = stretches.pop()
-        if not stretches:
-            del self._free[size]
-        return stretch
-
-    def _drop(self, size: int) -> None:
-        """Give one stretch back to the system, in place of which a larger one will be had."""
-        stretch = self._pop(size)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # copies from or to it may still run
-        self.nbytes -= stretch.buffer.nbytes
-
-
-def _give_back(stretch: _Stretch, back: deque[_Stretch], *, poison: bool) -> None:
+def _give_back(stretch: HostStretch, back: deque[HostStretch], *, poison: bool) -> None:
     if poison:
         stretch.buffer.bytes.fill_(POISON)
     back.append(stretch)

@@ -13,6 +13,7 @@ import torch
 import poros
 from poros_core.prepare import prepared_of
 from poros_runtimes.streamed import activations, units
+from poros_runtimes.streamed.activation_memory import ActivationMemory
 from poros_runtimes.streamed.block import BackwardToken
 from poros_runtimes.streamed.lane import HostLane
 from semantics.arms import BF16, FP32, LAYERS, NF4, Arm, Recipe, batches, compare, layers_of, play
@@ -228,7 +229,7 @@ def test_host_memory_is_used_again_whatever_the_lengths() -> None:
 
 
 def test_a_longer_sequence_replaces_memory() -> None:
-    memory = activations._HostMemory(torch.device("cpu"))
+    memory = ActivationMemory(torch.device("cpu"))
     small = [memory.take(1000) for _ in range(3)]
     memory.back.extend(small)
     large = [memory.take(5 << 20) for _ in range(3)]
