@@ -27,7 +27,8 @@ import poros
 from poros_core.gate.arms import Arm
 from poros_core.gate.options import GateOptions
 from poros_core.gate.run import run_gate
-from poros_core.offload import OffloadedOptimizer, _Stretch
+from poros_core.offload import OffloadedOptimizer
+from poros_core.state_stretch import StateStretch
 from poros_families.qwen2 import QWEN2
 
 Make = Callable[[Any], Optimizer]
@@ -464,7 +465,7 @@ def test_host_memory_that_cannot_be_had_is_named_and_nothing_is_lost() -> None:
     train(plain, reference, [1])
     message = "cannot be kept on the host. 1 GB cannot be page"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poros_core.offload.HostBuffer", fail)
+        patch.setattr("poros_core.state_stretch.HostBuffer", fail)
         with pytest.raises(poros.StateError, match=message):
             train(ours, optimizer, [1])
         with pytest.raises(poros.StateError, match=message):
@@ -490,13 +491,15 @@ def test_a_gate_with_the_state_of_the_streamed_arm_on_the_host() -> None:
 def test_a_gate_sees_a_changed_bit_of_the_state_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bring_in = _Stretch.bring_in
+    bring_in = StateStretch.bring_in
 
-    def damaged(self: _Stretch, memory: torch.Tensor | None, *, poison: bool) -> list[torch.Tensor]:
+    def damaged(
+        self: StateStretch, memory: torch.Tensor | None, *, poison: bool
+    ) -> list[torch.Tensor]:
         self.buffer.bytes[3] ^= 0x40
         return bring_in(self, memory, poison=poison)
 
-    monkeypatch.setattr(_Stretch, "bring_in", damaged)
+    monkeypatch.setattr(StateStretch, "bring_in", damaged)
     result = run_gate(GateOptions(family="qwen2", shape="tiny", steps=3, optimizer_state="host"))
     assert result.verdict == "diverged"
     assert result.divergence is not None
