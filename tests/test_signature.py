@@ -18,7 +18,9 @@ import poros
 from poros_core.call_state import capture
 from poros_core.prepare import prepared_of
 from poros_families.qwen2 import QWEN2
-from poros_runtimes.streamed.block import IsolatedCache, LayerCall, isolated, make_call
+from poros_runtimes.streamed.block import LayerCall
+from poros_runtimes.streamed.block_call import make_call
+from poros_runtimes.streamed.caches import IsolatedCache, isolated
 from poros_runtimes.streamed.signature import (
     BackwardKey,
     BlockConstants,

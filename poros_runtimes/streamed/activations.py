@@ -30,7 +30,7 @@ import torch
 from attrs import define, field
 
 from poros_runtimes.streamed.activation_memory import ActivationMemory, HostStretch
-from poros_runtimes.streamed.block import BackwardToken
+from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.buffers import span_of
 from poros_runtimes.streamed.lane import POISON, Event, Lane, make_lane
 from poros_runtimes.streamed.signature import Layout, layout_of

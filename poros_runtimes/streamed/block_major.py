@@ -28,7 +28,8 @@ from poros_core.call_state import rng_state
 from poros_core.errors import StateError
 from poros_runtimes.streamed.arena import drop_workspaces
 from poros_runtimes.streamed.attach import checkpointing_off
-from poros_runtimes.streamed.block import BackwardToken, Block
+from poros_runtimes.streamed.backward_token import BackwardToken
+from poros_runtimes.streamed.block import Block
 from poros_runtimes.streamed.boundary import BlockResult
 from poros_runtimes.streamed.cuts import Cut, Entry, leaves_below
 from poros_runtimes.streamed.routine import Ambient, Routine

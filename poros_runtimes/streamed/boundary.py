@@ -5,6 +5,12 @@ The block's trainable parameters go into the autograd function as inputs and the
 out of it, so that autograd itself accumulates them: shared parameters, accumulation, hooks and
 ``torch.autograd.grad`` work as in any model. In the recompute each parameter is replaced by a
 detached alias; otherwise hooks that the user set on a parameter would run twice, once inside.
+
+[Note: The first forward runs in grad mode]
+Which kernel runs depends on whether gradients are wanted: scaled-dot-product attention, compiled
+regions and fused 4-bit products all ask. So the first forward of a block that will be recomputed
+runs in grad mode, on inputs that want gradients where the caller's do, and its graph is dropped.
+A ``no_grad`` first forward can differ from a resident run in the last bit.
 """
 
 from __future__ import annotations
@@ -21,14 +27,9 @@ from torch.profiler import record_function
 from poros_core.call_state import capture, restored
 from poros_core.errors import StateError
 from poros_runtimes.streamed.activations import HostActivations, KeptActivation
-from poros_runtimes.streamed.block import (
-    BackwardToken,
-    Block,
-    BlockCall,
-    LayerCall,
-    TrainedPlace,
-    make_call,
-)
+from poros_runtimes.streamed.backward_token import BackwardToken
+from poros_runtimes.streamed.block import Block, LayerCall, TrainedPlace
+from poros_runtimes.streamed.block_call import BlockCall, make_call
 from poros_runtimes.streamed.cuts import Cut
 
 __all__ = [

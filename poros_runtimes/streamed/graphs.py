@@ -26,7 +26,8 @@ from attrs import define, field
 
 from poros_core.call_state import restored, rng_state, set_rng_state
 from poros_core.log import get_logger
-from poros_runtimes.streamed.block import Block, BlockCall, IsolatedCache
+from poros_runtimes.streamed.block import Block
+from poros_runtimes.streamed.block_call import BlockCall
 from poros_runtimes.streamed.boundary import (
     EagerExecutor,
     bound,
@@ -35,6 +36,7 @@ from poros_runtimes.streamed.boundary import (
     nothing_saved,
 )
 from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, largest_call, span_of
+from poros_runtimes.streamed.caches import IsolatedCache
 from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,

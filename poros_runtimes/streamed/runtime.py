@@ -23,9 +23,11 @@ from poros_runtimes.streamed.attach import (
     guard_apply,
     guard_root,
 )
-from poros_runtimes.streamed.block import BackwardToken, Block, LayerCall, isolated
+from poros_runtimes.streamed.backward_token import BackwardToken
+from poros_runtimes.streamed.block import Block, LayerCall
 from poros_runtimes.streamed.block_major import BlockMajor, MicroBatch
 from poros_runtimes.streamed.boundary import BlockResult, run_block
+from poros_runtimes.streamed.caches import isolated
 from poros_runtimes.streamed.cuts import Cut
 from poros_runtimes.streamed.model_calls import (
     refuse_filled_cache,

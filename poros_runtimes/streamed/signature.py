@@ -17,7 +17,9 @@ from attrs import frozen
 from torch import nn
 
 from poros_core.call_state import ambient, is_capture_hook
-from poros_runtimes.streamed.block import Block, BlockCall, IsolatedCache
+from poros_runtimes.streamed.block import Block
+from poros_runtimes.streamed.block_call import BlockCall
+from poros_runtimes.streamed.caches import IsolatedCache
 
 __all__ = ["BackwardKey", "BlockConstants", "ForwardKey", "Layout", "layout_of"]
 

@@ -27,7 +27,7 @@ from poros_core.scratch import register
 from poros_core.settings import Settings
 from poros_runtimes.streamed.activations import HostActivations
 from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
-from poros_runtimes.streamed.block import BackwardToken
+from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.boundary import EagerExecutor, Executor, graph_is_retained
 from poros_runtimes.streamed.budget import Budget, Spare
 from poros_runtimes.streamed.capture import CudaCapturer

@@ -14,7 +14,7 @@ import poros
 from poros_core.prepare import prepared_of
 from poros_runtimes.streamed import activations, units
 from poros_runtimes.streamed.activation_memory import ActivationMemory
-from poros_runtimes.streamed.block import BackwardToken
+from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.lane import HostLane
 from semantics.arms import BF16, FP32, LAYERS, NF4, Arm, Recipe, batches, compare, layers_of, play
 
