@@ -28,16 +28,16 @@ from poros_core.call_state import restored, rng_state, set_rng_state
 from poros_core.log import get_logger
 from poros_runtimes.streamed.block import Block
 from poros_runtimes.streamed.block_call import BlockCall
-from poros_runtimes.streamed.boundary import (
+from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, largest_call, span_of
+from poros_runtimes.streamed.caches import IsolatedCache
+from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
+from poros_runtimes.streamed.executor import (
     EagerExecutor,
     bound,
     differentiate,
     leaves_of,
     nothing_saved,
 )
-from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, largest_call, span_of
-from poros_runtimes.streamed.caches import IsolatedCache
-from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
 from poros_runtimes.streamed.signature import (
     BackwardKey,
     BlockConstants,

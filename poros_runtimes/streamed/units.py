@@ -28,9 +28,10 @@ from poros_core.settings import Settings
 from poros_runtimes.streamed.activations import HostActivations
 from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
 from poros_runtimes.streamed.backward_token import BackwardToken
-from poros_runtimes.streamed.boundary import EagerExecutor, Executor, graph_is_retained
+from poros_runtimes.streamed.boundary import graph_is_retained
 from poros_runtimes.streamed.budget import Budget, Spare
 from poros_runtimes.streamed.capture import CudaCapturer
+from poros_runtimes.streamed.executor import EagerExecutor, Executor
 from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
