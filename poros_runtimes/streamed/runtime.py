@@ -25,10 +25,11 @@ from poros_runtimes.streamed.attach import (
 )
 from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.block import Block, LayerCall
-from poros_runtimes.streamed.block_major import BlockMajor, MicroBatch
+from poros_runtimes.streamed.block_major import BlockMajor
 from poros_runtimes.streamed.boundary import BlockResult, run_block
 from poros_runtimes.streamed.caches import isolated
 from poros_runtimes.streamed.cuts import Cut
+from poros_runtimes.streamed.micro_batch import MicroBatch
 from poros_runtimes.streamed.model_calls import (
     refuse_filled_cache,
     refuse_merge,
