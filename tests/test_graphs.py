@@ -26,10 +26,10 @@ from poros_families.gemma3 import GEMMA3
 from poros_families.gemma4 import GEMMA4
 from poros_families.qwen2 import QWEN2
 from poros_families.qwen3_5 import QWEN3_5
-from poros_runtimes.streamed import graphs as graphs_module
 from poros_runtimes.streamed.arena import GraphArena, PlainArena
 from poros_runtimes.streamed.buffers import Buffer, Pages, span_of
 from poros_runtimes.streamed.capture import LostGraphs
+from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry
 from poros_runtimes.streamed.graphs import SIGNATURES, GraphExecutor
 from poros_runtimes.streamed.signature import layout_of
 
@@ -398,7 +398,7 @@ def graphs_kept(model: Any) -> int:
     return sum(
         thing.graph is not None
         for thing in gc.get_objects()
-        if type(thing) in (graphs_module._Forward, graphs_module._Backward)
+        if type(thing) in (ForwardEntry, BackwardEntry)
     )
 
 
@@ -544,12 +544,12 @@ def test_what_buffers_take_is_known_before_they_are_there() -> None:
     model = make()
     plain(model, 0, CPU)
     executor = handle_of(model).units.graphs
-    assert not executor._buffers
+    assert not executor._buffers._buffers
     executor.keep(3)
     predicted = executor.buffer_bytes(room=0)
     plain(model, 0, CPU)
-    taken = {role: 0 for role, _, _ in executor._buffers}
-    for role, _, layout in executor._buffers:
+    taken = {role: 0 for role, _, _ in executor._buffers._buffers}
+    for role, _, layout in executor._buffers._buffers:
         taken[role] += span_of(layout)
     assert set(taken) == {"input", "argument", "result", "gradient", "passed on"}
     assert predicted == 3 * sum(taken.values())

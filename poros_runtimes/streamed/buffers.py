@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from attrs import frozen
 
+from poros_runtimes.streamed.capture import Capturer
 from poros_runtimes.streamed.signature import Layout
 
-__all__ = ["Buffer", "Pages", "Stretch", "largest_call", "span_of"]
+__all__ = ["Buffer", "Pages", "SharedBuffers", "Stretch", "largest_call", "span_of"]
 
 _ALIGNMENT = 512
 """Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
@@ -157,3 +160,57 @@ class Stretch:
             flat[start:end].view(layout.dtype).as_strided(layout.shape, layout.stride)
             for start, end, layout in self.pieces
         ]
+
+
+class SharedBuffers:
+    """The buffers of all graphs, each shared by the blocks of one shape, for as long as a graph
+    uses it; see [Note: Graphs and memory]."""
+
+    def __init__(self, device: torch.device, capturer: Capturer) -> None:
+        self._device = device
+        self._capturer = capturer
+        self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], Buffer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._stretches: weakref.WeakValueDictionary[tuple[Layout, ...], Stretch] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def buffer(self, role: str, index: int, layout: Layout | None) -> Buffer:
+        """Return the buffer of a tensor, made if it is not there.
+
+        Args:
+            role: ``"input"``, ``"argument"``, ``"result"``, ``"gradient"`` or ``"passed on"``.
+            index: the tensor's place among those of its role.
+            layout: the tensor's.
+        """
+        assert layout is not None
+        layout = attrs.evolve(layout, wanted=False)
+        key = (role, index, layout)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            # An argument's buffer is not filled again while the argument is the same.
+            lasting = role == "argument"
+            memory = None if lasting else self._capturer.reserve(span_of(layout))
+            buffer = self._buffers[key] = Buffer(layout, self._device, memory)
+        return buffer
+
+    def stretch(self, layouts: tuple[Layout, ...]) -> Stretch | None:
+        """Return the stretch for parameters' gradients of these layouts; None if there are none."""
+        if not layouts:
+            return None
+        stretch = self._stretches.get(layouts)
+        if stretch is None:
+            stretch = self._stretches[layouts] = Stretch.of(layouts, self._allocate)
+        return stretch
+
+    def clear(self) -> None:
+        """Share none of them any more: graphs to come get buffers of their own."""
+        self._buffers.clear()
+        self._stretches.clear()
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        memory = self._capturer.reserve(nbytes)
+        if memory is not None:
+            return memory
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

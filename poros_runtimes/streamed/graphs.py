@@ -14,35 +14,23 @@ only hands on, such as keys and values that it shares, is the tensor that entere
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-import attrs
 import torch
-from attrs import define, field
 
-from poros_core.call_state import restored, rng_state, set_rng_state
+from poros_core.call_state import rng_state, set_rng_state
 from poros_core.log import get_logger
 from poros_runtimes.streamed.block import Block
 from poros_runtimes.streamed.block_call import BlockCall
-from poros_runtimes.streamed.buffers import Buffer, Pages, Stretch, largest_call, span_of
-from poros_runtimes.streamed.caches import IsolatedCache
+from poros_runtimes.streamed.buffers import Pages, SharedBuffers, largest_call
 from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
-from poros_runtimes.streamed.executor import (
-    EagerExecutor,
-    bound,
-    differentiate,
-    leaves_of,
-    nothing_saved,
-)
+from poros_runtimes.streamed.executor import EagerExecutor
+from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry
 from poros_runtimes.streamed.signature import (
-    BackwardKey,
     BlockConstants,
     ForwardKey,
-    Layout,
     backward_key,
     forward_key,
     layout_of,
@@ -56,45 +44,6 @@ SIGNATURES = 8
 """Calls of different shape or state that one block keeps two graphs for, if there is no budget;
 those that were not used for longest go first. As many as lengths padded to multiples of 64 come to
 up to 512 tokens. A graph takes 1 to 2 MB of device memory outside the allocator."""
-
-
-@define(eq=False)
-class _Forward:
-    """A block's forward: seen once, captured, or refused.
-
-    ``passed`` has for each output the input that it is, if the block only hands it on. ``caches``
-    are those that were copied within the capture: the graph reads their tensors.
-    """
-
-    outputs: list[Layout]
-    differentiable: list[bool]
-    epoch: int
-    left_spec: Any = field(repr=False)
-    passed: list[int | None] = field(repr=False)
-    refused: bool = False
-    graph: Replayable | None = None
-    caches: list[IsolatedCache] = field(factory=list, repr=False)
-    inputs: list[Buffer] = field(factory=list, repr=False)
-    arguments: list[tuple[int, Buffer]] = field(factory=list, repr=False)
-    results: list[Buffer | None] = field(factory=list, repr=False)
-    backward: tuple[BackwardKey, _Backward] | None = field(default=None, repr=False)
-
-    def drop(self) -> None:
-        """Let the graphs go. A call whose backward is to come will run it eagerly."""
-        self.refused, self.graph, self.backward = True, None, None
-
-
-@define(eq=False)
-class _Backward:
-    """A block's backward: seen once, captured, or refused."""
-
-    layouts: list[Layout | None]
-    graph: Replayable | None = None
-    caches: list[IsolatedCache] = field(factory=list, repr=False)
-    gradients: list[Buffer | None] = field(factory=list, repr=False)
-    results: list[Buffer | None] = field(factory=list, repr=False)
-    stretch: Stretch | None = field(default=None, repr=False)
-    refused: bool = False
 
 
 class GraphExecutor:
@@ -125,13 +74,8 @@ class GraphExecutor:
         self._epoch = 0
         self._off = False
         self._signatures = SIGNATURES
-        self._buffers: weakref.WeakValueDictionary[tuple[str, int, Layout], Buffer] = (
-            weakref.WeakValueDictionary()
-        )
-        self._stretches: weakref.WeakValueDictionary[tuple[Layout, ...], Stretch] = (
-            weakref.WeakValueDictionary()
-        )
-        self._seen: dict[Block, OrderedDict[ForwardKey, _Forward]] = {}
+        self._buffers = SharedBuffers(device, capturer)
+        self._seen: dict[Block, OrderedDict[ForwardKey, ForwardEntry]] = {}
         self._constants: dict[Block, tuple[int, BlockConstants]] = {}
         self._said: set[str] = set()
 
@@ -155,7 +99,7 @@ class GraphExecutor:
                 results, differentiable = self._eager.forward(call, inputs, wanted)
             layouts = [layout_of(result) for result in results]
             if None not in layouts:
-                entry = _Forward(
+                entry = ForwardEntry(
                     [layout for layout in layouts if layout],
                     differentiable,
                     self._epoch,
@@ -172,13 +116,13 @@ class GraphExecutor:
             with call.block.holding(call.layers, backward=False):
                 there = entry.epoch == self._epoch  # units may have moved to make room
                 if there and entry.graph is None:
-                    self._capture_forward(entry, key, call, wanted)
+                    self._attempt(entry, call, entry.body(key, call, wanted, self._buffers))
                 if there and entry.graph is not None:
-                    self._fill(entry, call, inputs)
+                    entry.fill(call, inputs)
                     entry.graph.replay()
                     self.replays += 1
                     call.left_spec = entry.left_spec
-                    return self._handed_out(entry, inputs), entry.differentiable
+                    return entry.handed_out(inputs, self._pages), entry.differentiable
         return self._eager.forward(call, inputs, wanted)
 
     def _drew_on_the_host(self, call: BlockCall) -> bool:
@@ -198,7 +142,7 @@ class GraphExecutor:
         gradients: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
         """Recompute and differentiate; see ``Executor``."""
-        forward: _Forward | None = call.replay
+        forward: ForwardEntry | None = call.replay
         if forward is not None and forward.epoch != self._epoch:
             forward = None
         if forward is None or forward.refused:
@@ -213,15 +157,21 @@ class GraphExecutor:
                 found = self._eager.backward(call, inputs, wanted, gradients)
             layouts = [None if g is None else layout_of(g) for g in found]
             lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
-            forward.backward = key, _Backward(layouts, refused=lost)
+            forward.backward = key, BackwardEntry(layouts, refused=lost)
             return found
         if not entry.refused and forward.graph is not None:
             with call.block.holding(call.layers, backward=True):
                 there = forward.epoch == self._epoch  # units may have moved to make room
                 if there and entry.graph is None:
-                    self._capture_backward(entry, forward, call, wanted, gradients)
+                    self._attempt(
+                        entry,
+                        call,
+                        entry.body(forward, call, wanted, gradients, self._buffers),
+                    )
                 if there and entry.graph is not None:
-                    return self._replay_backward(entry, forward, call, inputs, gradients)
+                    found = entry.replay(forward, call, inputs, gradients, device=self._device)
+                    self.replays += 1
+                    return found
         return self._eager.backward(call, inputs, wanted, gradients)
 
     def end_forward(self) -> None:
@@ -247,7 +197,7 @@ class GraphExecutor:
         )
         return self._signatures * lasting + max(0, self._signatures * passing - room)
 
-    def _forget(self, seen: OrderedDict[ForwardKey, _Forward]) -> None:
+    def _forget(self, seen: OrderedDict[ForwardKey, ForwardEntry]) -> None:
         while len(seen) > self._signatures:
             seen.popitem(last=False)[1].drop()
 
@@ -260,128 +210,13 @@ class GraphExecutor:
                 entry.drop()
         self._seen.clear()
         self._buffers.clear()
-        self._stretches.clear()
-
-    # -- replaying -----------------------------------------------------------------------------
-
-    def _handed_out(self, entry: _Forward, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        handed: list[torch.Tensor] = []
-        for buffer, source in zip(entry.results, entry.passed, strict=True):
-            if buffer is None:
-                assert source is not None
-                handed.append(inputs[source].detach())
-            else:  # a page is for hidden states, which are all of one size
-                handed.append(buffer.tensor.clone() if handed else self._pages.copy_of(buffer))
-        return handed
-
-    def _fill(self, entry: _Forward, call: BlockCall, inputs: Sequence[torch.Tensor]) -> None:
-        for buffer, tensor in zip(entry.inputs, inputs, strict=True):
-            buffer.fill_always(tensor)
-        for position, buffer in entry.arguments:
-            buffer.fill(call.leaves[position])
-
-    def _replay_backward(
-        self,
-        entry: _Backward,
-        forward: _Forward,
-        call: BlockCall,
-        inputs: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        assert entry.graph is not None
-        assert call.state is not None
-        self._fill(forward, call, inputs)
-        for buffer, gradient in zip(entry.gradients, gradients, strict=True):
-            if buffer is not None and gradient is not None:
-                buffer.fill_always(gradient)
-        found = rng_state(self._device)
-        set_rng_state(self._device, call.state.rng)
-        try:
-            entry.graph.replay()
-        finally:
-            set_rng_state(self._device, found)
-        self.replays += 1
-        results = [None if b is None else b.tensor.clone() for b in entry.results]
-        if entry.stretch is None:
-            return results
-        pieces = iter(entry.stretch.views(entry.stretch.flat.clone()))
-        absent = entry.layouts[len(results) :]
-        return results + [None if layout is None else next(pieces) for layout in absent]
 
     # -- capturing -----------------------------------------------------------------------------
 
-    def _capture_forward(
-        self,
-        entry: _Forward,
-        key: ForwardKey,
-        call: BlockCall,
-        wanted: Sequence[bool],
+    def _attempt(
+        self, entry: ForwardEntry | BackwardEntry, call: BlockCall, body: Callable[[], None]
     ) -> None:
-        assert call.state is not None
-        state, modules = call.state, call.block.modules
-        entry.caches = _caches(call)
-        entry.inputs = [self._buffer("input", i, x) for i, x in enumerate(key.inputs)]
-        entry.arguments = [
-            (position, self._buffer("argument", position, layout))
-            for position, layout in enumerate(key.arguments)
-            if isinstance(layout, Layout)
-        ]
-        entry.results = [
-            self._buffer("result", i, layout) if source is None else None
-            for i, (layout, source) in enumerate(zip(entry.outputs, entry.passed, strict=True))
-        ]
-        static = self._static_call(entry, call)
-
-        def body() -> None:
-            with torch.enable_grad(), restored(state, modules, rng=False), nothing_saved():
-                leaves = leaves_of([b.tensor for b in entry.inputs], wanted)
-                found = static.run(leaves, bound)
-            with torch.no_grad():
-                for buffer, tensor in zip(entry.results, found, strict=True):
-                    if buffer is not None:
-                        buffer.fill_always(tensor)
-
-        entry.graph = self._capture(body, call.block)
-        entry.refused = entry.graph is None
-
-    def _capture_backward(
-        self,
-        entry: _Backward,
-        forward: _Forward,
-        call: BlockCall,
-        wanted: Sequence[bool],
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
-        count = len(forward.inputs)
-        entry.caches = _caches(call)
-        entry.gradients = [
-            None if g is None else self._buffer("gradient", i, layout_of(g))
-            for i, g in enumerate(gradients)
-        ]
-        entry.results = [
-            None if layout is None else self._buffer("passed on", i, layout)
-            for i, layout in enumerate(entry.layouts[:count])
-        ]
-        trained = tuple(layout for layout in entry.layouts[count:] if layout is not None)
-        entry.stretch = self._stretch(trained)
-        static = self._static_call(forward, call)
-
-        def body() -> None:
-            found = differentiate(
-                static,
-                [buffer.tensor for buffer in forward.inputs],
-                wanted,
-                [None if buffer is None else buffer.tensor for buffer in entry.gradients],
-                rng=False,
-            )
-            for buffer, gradient in zip(entry.results, found[:count], strict=True):
-                if buffer is not None and gradient is not None:
-                    buffer.fill_always(gradient)
-            views = entry.stretch.views(entry.stretch.flat) if entry.stretch is not None else []
-            given = [gradient for gradient in found[count:] if gradient is not None]
-            for view, gradient in zip(views, given, strict=True):
-                view.copy_(gradient)
-
+        """Capture ``body`` as the graph of ``entry``, or refuse it from here on."""
         entry.graph = self._capture(body, call.block)
         entry.refused = entry.graph is None
 
@@ -404,38 +239,6 @@ class GraphExecutor:
             set_rng_state(self._device, found)
             self._capturer.settle()
 
-    def _static_call(self, entry: _Forward, call: BlockCall) -> BlockCall:
-        leaves = list(call.leaves)
-        for position, buffer in entry.arguments:
-            leaves[position] = buffer.tensor
-        return attrs.evolve(call, leaves=leaves)
-
-    def _buffer(self, role: str, index: int, layout: Layout | None) -> Buffer:
-        assert layout is not None
-        layout = attrs.evolve(layout, wanted=False)
-        key = (role, index, layout)
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            # An argument's buffer is not filled again while the argument is the same.
-            lasting = role == "argument"
-            memory = None if lasting else self._capturer.reserve(span_of(layout))
-            buffer = self._buffers[key] = Buffer(layout, self._device, memory)
-        return buffer
-
-    def _stretch(self, layouts: tuple[Layout, ...]) -> Stretch | None:
-        if not layouts:
-            return None
-        stretch = self._stretches.get(layouts)
-        if stretch is None:
-            stretch = self._stretches[layouts] = Stretch.of(layouts, self._allocate)
-        return stretch
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        memory = self._capturer.reserve(nbytes)
-        if memory is not None:
-            return memory
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
     def _constants_of(self, block: Block) -> BlockConstants:
         version, constants = self._constants.get(block, (-1, None))
         if constants is None or version != block.version:
@@ -455,7 +258,3 @@ def _same_memory(result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int | 
         if result.data_ptr() == tensor.data_ptr() and layout_of(result) == layout_of(tensor):
             return index
     return None
-
-
-def _caches(call: BlockCall) -> list[IsolatedCache]:
-    return [leaf for leaf in call.leaves if isinstance(leaf, IsolatedCache)]
