@@ -1,12 +1,13 @@
 """The steps in which memory and its use come into being.
 
 [Note: The first steps' memory]
-What a first step frees, the allocator keeps, and optimizer state that comes into being then takes
-room inside of it: pieces of the size of logits, or of a layer's temporaries, come to be held by
-little, and later steps reserve as much again. So blocks that run eagerly before the first optimizer
-step draw from a pool that goes with that step, and cached memory is given back at the step's turns
-and at the start of the two forwards after it. What stays then lies close together, and what comes
-and goes in every step finds the pieces of the step before.
+What a first step frees, the allocator keeps, and what comes into being then and lasts (optimizer
+state, workspaces) takes room inside of it: pieces of the size of logits, or of a layer's
+temporaries, come to be held by little, and later steps reserve as much again. So in the first two
+steps cached memory is given back wherever a step turns: from layers to the loss, from the loss to
+the layers, to the optimizer, and to the next forward. Between two turns, blocks that run eagerly
+because they were not seen before draw from a pool that ends with the turn. What stays in the end
+lies close together, and what comes and goes in every step finds the pieces of the step before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from poros_runtimes.streamed.arena import drop_workspaces
 
 __all__ = ["FirstSteps"]
 
@@ -30,37 +34,36 @@ class FirstSteps:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._cuda = device.type == "cuda"
         self._stepped = 0
         self._backwards = 0
         self._seen = 0
-        self._over = False
+        self._over = device.type != "cuda"
         self._pool: Any = None
         trained = (param for param in model.parameters() if param.requires_grad)
         self._param = weakref.ref(next(trained, nn.Parameter(torch.empty(0))))
+        self._hook: Any = None
+        if not self._over:
+            self._hook = register_optimizer_step_pre_hook(_Turn(self))
+            weakref.finalize(self, self._hook.remove).atexit = False
 
     def forward(self) -> bool:
         """A forward with gradients starts. Returns True once: when it is the first that comes
         after an optimizer step."""
-        if self._over:
-            return False
         before = self._stepped
         param = self._param()
         if self._backwards > self._seen and (param is None or param.grad is None):
             self._stepped += 1  # gradients were there and are gone
         if self._backwards >= MOST:
-            self._stepped, self._over = max(1, self._stepped), True
+            self._stepped = max(1, self._stepped)
         self._seen = self._backwards
-        self._over = self._over or self._stepped == 2
-        if self._stepped:
-            self._pool = None
-        if self._cuda:
-            torch.cuda.empty_cache()
+        self.turn()
+        if self._stepped >= 2 or self._backwards >= MOST:
+            self._end()
         return before == 0 and self._stepped > 0
 
     def eager(self) -> AbstractContextManager[None]:
         """Return a context for a block that runs eagerly."""
-        if not self._cuda or self._over or self._stepped:
+        if self._over:
             return nullcontext()
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
@@ -68,11 +71,30 @@ class FirstSteps:
         return pooled
 
     def turn(self) -> None:
-        """A backward starts."""
-        if self._cuda and not self._over and self._stepped == 0:
-            torch.cuda.empty_cache()
+        """A step turns from one thing to the next."""
+        if self._over or torch.cuda.is_current_stream_capturing():
+            return
+        self._pool = None
+        drop_workspaces()
+        torch.cuda.empty_cache()
 
     def backward(self) -> None:
         """A backward ends."""
         self.turn()
         self._backwards += 1
+
+    def _end(self) -> None:
+        self._over = True
+        if self._hook is not None:
+            self._hook.remove()
+
+
+class _Turn:
+    """Tells the first steps that an optimizer is about to step, and does not keep them alive."""
+
+    def __init__(self, first: FirstSteps) -> None:
+        self._first = weakref.ref(first)
+
+    def __call__(self, *args: object) -> None:
+        if (first := self._first()) is not None:
+            first.turn()

@@ -10,13 +10,17 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from poros_core.call_state import is_capture_hook
 from poros_core.errors import StateError
 from poros_runtimes.streamed.attach import checkpointing_off
 from poros_runtimes.streamed.block import Block
 
 __all__ = [
+    "layers_hooked",
     "refuse_filled_cache",
     "refuse_merge",
+    "refuse_merged",
+    "refuse_trained",
     "swapped",
     "tuners",
     "uncheckpointed",
@@ -49,6 +53,43 @@ def refuse_merge(*args: Any, **kwargs: Any) -> None:
     raise StateError(
         "Adapters cannot be merged into a base that streams. Call poros.unprepare(model) first, "
         "then merge."
+    )
+
+
+def refuse_merged(blocks: Iterable[Block]) -> None:
+    """Refuse a call while adapters are merged.
+
+    Raises:
+        StateError: an adapter layer in one of the blocks is merged.
+    """
+    if any(tuner.merged for tuner in tuners(blocks)):
+        raise StateError(
+            "The model's adapters are merged into its base. Call poros.unprepare(model) and "
+            "model.unmerge_adapter() before it is prepared."
+        )
+
+
+def refuse_trained(streamed: Iterable[nn.Parameter]) -> None:
+    """Refuse a call with gradients if a parameter that streams wants them.
+
+    Raises:
+        StateError: one does.
+    """
+    if any(param.requires_grad for param in streamed):
+        raise StateError(
+            "A base weight that streams was set to require gradients. Call "
+            "poros.unprepare(model), choose what trains, then prepare it again."
+        )
+
+
+def layers_hooked(layers: Iterable[nn.Module]) -> bool:
+    """Whether somebody reads what passes between layers, which grouped layers do not have."""
+    return any(
+        not is_capture_hook(hook)
+        for layer in layers
+        for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
+        if hooks
+        for hook in hooks.values()
     )
 
 

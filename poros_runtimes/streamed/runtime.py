@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros_core.call_state import is_capture_hook
 from poros_core.errors import PrepareError, SettingsError, StateError
 from poros_core.host_store import HostStore
 from poros_core.plan import BlockPlan
@@ -23,16 +21,19 @@ from poros_runtimes.streamed.attach import (
     guard_apply,
     guard_root,
 )
-from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.block import Block, LayerCall
 from poros_runtimes.streamed.block_major import BlockMajor
 from poros_runtimes.streamed.boundary import BlockResult, run_block
 from poros_runtimes.streamed.caches import isolated
 from poros_runtimes.streamed.cuts import Cut
+from poros_runtimes.streamed.decoder_call import DecoderCall, Followed, bounded
 from poros_runtimes.streamed.micro_batch import MicroBatch
 from poros_runtimes.streamed.model_calls import (
+    layers_hooked,
     refuse_filled_cache,
     refuse_merge,
+    refuse_merged,
+    refuse_trained,
     swapped,
     tuners,
     uncheckpointed,
@@ -42,28 +43,6 @@ from poros_runtimes.streamed.model_calls import (
 from poros_runtimes.streamed.units import Units
 
 __all__ = ["StreamedHandle"]
-
-
-class _DecoderCall:
-    """One forward of the decoder: how it groups layers, and the group that is being gathered."""
-
-    def __init__(
-        self, blocks: Mapping[int, Block], *, thread: bool, part: MicroBatch | None
-    ) -> None:
-        self.blocks = blocks
-        self.thread = thread
-        self.part = part
-        self.entered_behind: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.token = BackwardToken()
-        self.pending: list[LayerCall] = []
-        self.entered: torch.Tensor | None = None
-
-
-class _Followed(threading.local):
-    """What the calling thread is in the midst of."""
-
-    call: _DecoderCall | None = None
-    part: MicroBatch | None = None
 
 
 class StreamedHandle:
@@ -76,7 +55,7 @@ class StreamedHandle:
         self.clock = StepClock()
         self._store = store
         self._layers = [unit.module for unit in plan.layers]
-        self._followed = _Followed()
+        self._followed = Followed()
         self._accumulating = False
         self._attachments = Attachments()
         self._put_back: list[Callable[[], None]] = []
@@ -144,47 +123,29 @@ class StreamedHandle:
         followed = self._followed
         part = followed.part if torch.is_grad_enabled() else None
         thread = wants_hidden_states(self.plan.decoder, kwargs)
-        single = thread or self._layers_hooked()
+        single = thread or layers_hooked(self._layers)
         blocks = self._singles if single else self._blocks
-        call = _DecoderCall(blocks, thread=thread, part=part)
+        call = DecoderCall(blocks, thread=thread, part=part)
         self._begin_forward(call, args, kwargs)
         outer, followed.call = followed.call, call
         try:
             with checkpointing_off(self._layers):
                 output = original(*args, **kwargs)
-            if call.pending:
-                raise StateError(
-                    "The decoder's forward ended inside a block. Prepare the model with "
-                    "block_size=1."
-                )
+            call.refuse_pending()
         finally:
             followed.call = outer
         return self._end_forward(output, call)
 
-    def _layers_hooked(self) -> bool:
-        """Whether somebody reads what passes between layers, which grouped layers do not have."""
-        return any(
-            not is_capture_hook(hook)
-            for layer in self._layers
-            for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
-            if hooks
-            for hook in hooks.values()
-        )
-
     def _begin_forward(
-        self, call: _DecoderCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, call: DecoderCall, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         tokens = tokens_in(args, kwargs)
         if torch.is_grad_enabled():
             if call.part is None:
                 self._mark(tokens)
             refuse_filled_cache([*args, *kwargs.values()])
-            if any(param.requires_grad for param in self._streamed):
-                raise StateError(
-                    "A base weight that streams was set to require gradients. Call "
-                    "poros.unprepare(model), choose what trains, then prepare it again."
-                )
-        self._refuse_merged()
+            refuse_trained(self._streamed)
+        refuse_merged(self._blocks.values())
         if call.part is None:
             self.units.begin_forward()
         else:
@@ -194,14 +155,7 @@ class StreamedHandle:
         """Tell the clock that a step with so many tokens starts."""
         self.clock.mark(self.counters(), tokens=tokens, stalled=self.units.stalled_seconds)
 
-    def _refuse_merged(self) -> None:
-        if any(tuner.merged for tuner in tuners(self._blocks.values())):
-            raise StateError(
-                "The model's adapters are merged into its base. Call poros.unprepare(model) and "
-                "model.unmerge_adapter() before it is prepared."
-            )
-
-    def _end_forward(self, output: Any, call: _DecoderCall) -> Any:
+    def _end_forward(self, output: Any, call: DecoderCall) -> Any:
         hidden: torch.Tensor = output[0]
         backward = torch.is_grad_enabled() and hidden.requires_grad
         if call.part is None:
@@ -210,8 +164,7 @@ class StreamedHandle:
             call.part.at_end(backward=backward)
         if not backward:
             return output
-        bounded: torch.Tensor = _DecoderOutput.apply(self.units, call.token, hidden)  # type: ignore[no-untyped-call]
-        swaps = {id(hidden): bounded}
+        swaps = {id(hidden): bounded(self.units, call.token, hidden)}
         swaps.update((id(entered), behind) for entered, behind in call.entered_behind)
         return swapped(output, swaps)
 
@@ -229,28 +182,17 @@ class StreamedHandle:
         if call is None:
             return self._run(self._singles[index], hidden, [this], None)
         block = call.blocks[index]
-        if call.pending:
-            if hidden is not call.entered or index != call.pending[-1].layer + 1:
-                call.pending.clear()
-                raise StateError(
-                    "Something between two layers of a block read or changed the hidden state. "
-                    "Prepare the model with block_size=1."
-                )
-        elif index != block.layers.start:
+        if not call.pending and index != block.layers.start:
             return self._run(self._singles[index], hidden, [this], call)
-        call.pending.append(this)
-        call.entered = hidden
-        if index + 1 < block.layers.stop:
-            return call.entered
-        calls, call.pending, call.entered = call.pending, [], None
-        return self._run(block, hidden, calls, call)
+        calls = call.gather(this, hidden)
+        return hidden if calls is None else self._run(block, hidden, calls, call)
 
     def _run(
         self,
         block: Block,
         hidden: torch.Tensor,
         calls: Sequence[LayerCall],
-        call: _DecoderCall | None,
+        call: DecoderCall | None,
     ) -> torch.Tensor:
         run = partial(self._run_block, block, hidden, calls, call)
         part = None if call is None else call.part
@@ -264,7 +206,7 @@ class StreamedHandle:
         block: Block,
         hidden: torch.Tensor,
         calls: Sequence[LayerCall],
-        call: _DecoderCall | None,
+        call: DecoderCall | None,
         cut: Cut | None = None,
     ) -> BlockResult:
         result = run_block(
@@ -357,18 +299,3 @@ def _check_graphs(settings: Settings, device: torch.device) -> None:
             f"graphs='on' needs a CUDA device, and this model computes on {device}. Use "
             "graphs='auto' or 'off'."
         )
-
-
-class _DecoderOutput(torch.autograd.Function):
-    """The boundary on the decoder's output; see [Note: The head's lifetime]."""
-
-    @staticmethod
-    def forward(ctx: Any, units: Units, token: BackwardToken, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.units, ctx.token = units, token
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
-        ctx.units.head_done(ctx.token)
-        return None, None, gradient

@@ -112,6 +112,8 @@ class Units:
             self.graphs = GraphExecutor(self.eager, plan.device, self._capturer, self._first.eager)
             if self._budget is not None:
                 self.graphs.keep(_SIGNATURES[0])
+        owners = {owner for owner, *_ in plan.head.places} if plan.head and self._on_cuda else ()
+        self._hooks = [owner.register_forward_hook(_after_head) for owner in owners]
         register(self)
 
     @property
@@ -188,6 +190,7 @@ class Units:
             self._tokens.add(token)
             if self._on_cuda:
                 drop_workspaces()  # the loss is where the peak is
+                self._first.turn()
 
     def head_done(self, token: BackwardToken) -> None:
         """The backward of one call has reached the decoder's output."""
@@ -391,7 +394,16 @@ class Units:
         for unit in self._plan.units():
             unit.keep_parameters()
         self.park_head()
+        for hook in self._hooks:
+            hook.remove()
         if self._on_cuda:
             torch.cuda.synchronize(self._plan.device)
         if self.graphs is not None:
             self.graphs.clear()
+
+
+@torch.compiler.disable
+def _after_head(*args: object) -> None:
+    """Free what the head's product worked in: the loss that follows is where the peak is."""
+    if not torch.cuda.is_current_stream_capturing():
+        drop_workspaces()
