@@ -402,7 +402,7 @@ class Units:
             self.graphs.clear()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_head(*args: object) -> None:
     """Free what the head's product worked in: the loss that follows is where the peak is."""
     if not torch.cuda.is_current_stream_capturing():
