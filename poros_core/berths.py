@@ -4,39 +4,56 @@
 A berth is the stretch that a unit will stand in, page-locked if it is to be. Threads make them from
 the skeleton of a model whose weights are still to come, in the order in which they will be needed,
 so that page-locking, which takes as long as reading, does not wait for it. A weight that was
-quantised on the device is copied straight to its place, in the order in which weights come; what is
-left of the unit, such as norms, follows when all is there. A unit that does not fit its berth is
-laid out anew, so a wrong guess costs time only.
+quantised on the device is copied straight to its place, in the order in which weights come. A large
+tensor that is likely to be what the checkpoint holds under the same name, such as an embedding
+table, is read from the file as soon as its berth is there; it stands there for good if the loaded
+model turns out to hold a view of that very stretch of the file. What is left of the unit, such as
+norms, follows when all is there. A unit that does not fit its berth is laid out anew, so a wrong
+guess costs time only.
+
+The sizes can be told even before there is a skeleton. A berth of about the right size is then
+taken, and one that nobody takes is given back.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import nn
 
 from poros_core.family import Family
+from poros_core.file_tensors import FileSpan, MappedFiles, read_span
 from poros_core.host_memory import ALIGNMENT, HostBuffer, TensorEntry, fill
 from poros_core.landing import land_in_memory
+from poros_core.packing_strategy import LAYER
+from poros_core.page_locking import makers
 from poros_core.plan import Unit
 
 __all__ = ["Berths"]
 
-_MAKERS = 4
+_READERS = 2
+_SLACK = 1 << 20
+"""Bytes that a berth whose size was told early may be too large."""
+_FIRST = 2
+"""Layers whose berths are made before those of head and embeddings, so that quantising can begin;
+reading those takes a while, and the last of it must not end the load."""
 
 
 @define(eq=False)
 class _Berth:
-    """A stretch that is being made, its size, and how much of it is taken."""
+    """A stretch that is being made, its size, how much of it is taken, and where in it bytes of
+    files are read to."""
 
     buffer: Future[HostBuffer]
     capacity: int
     used: int = 0
+    read: dict[FileSpan, int] = field(factory=dict)
+    reading: Future[None] | None = None
 
 
 class Berths:
@@ -55,8 +72,9 @@ class Berths:
         self._locked = locked
         self._berths: dict[str, _Berth] = {}
         self._of: dict[str, _Berth] = {}
-        makers = min(_MAKERS, max(1, (os.cpu_count() or 1) // 2))
-        self._pool = ThreadPoolExecutor(makers, thread_name_prefix="poros-berths")
+        self._early: dict[str, tuple[int, Future[HostBuffer]]] = {}
+        self._pool = ThreadPoolExecutor(makers(), thread_name_prefix="poros-berths")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="poros-berth-reads")
 
     def __enter__(self) -> Berths:
         return self
@@ -68,30 +86,79 @@ class Berths:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)
+        self._early.clear()
         self._berths.clear()
         self._of.clear()
 
-    def expect(self, model: nn.Module, sizes: Mapping[str, int]) -> None:
-        """Begin to make berths.
+    def begin(self, sizes: Mapping[str, int]) -> None:
+        """Begin to make berths before there is a skeleton.
+
+        Args:
+            sizes: bytes of each unit, about, by its name in the plan.
+        """
+        assert not self._berths
+        for title in _order(list(sizes)):
+            self._early[title] = (sizes[title], self._made(title, sizes[title]))
+
+    def expect(
+        self,
+        model: nn.Module,
+        sizes: Mapping[str, int],
+        files: Mapping[str, FileSpan] | None = None,
+    ) -> None:
+        """Begin to make berths, but for those that are made already.
 
         Args:
             model: the skeleton of the model that is loaded.
             sizes: bytes of each weight that will be quantised, with its quantisation state, every
                 tensor rounded up to ``ALIGNMENT``; by the parameter's name.
+            files: where the bytes of parameters stand that will probably be what the checkpoint
+                holds; by the parameter's name.
         """
         names = {id(param): name for name, param in model.named_parameters()}
         seen: set[int] = set()
+        owned: dict[str, dict[str, nn.Parameter]] = {}
         for title, module in self._units(model):
             params = [p for p in module.parameters() if id(p) not in seen and id(p) in names]
             seen.update(map(id, params))
-            own = {names[id(param)]: param for param in params}
+            owned[title] = {names[id(param)]: param for param in params}
+        for title in _order(list(owned)):
+            own = owned[title]
             capacity = sum(sizes.get(name, _aligned(p.nbytes)) for name, p in own.items())
             if not capacity:
                 continue
-            locked = self._locked or not title.startswith("layer ")
-            made = self._pool.submit(HostBuffer, capacity, device=self._device, locked=locked)
-            self._berths[title] = _Berth(made, capacity)
-            self._of.update((name, self._berths[title]) for name in own if name in sizes)
+            berth = _Berth(self._early_or_made(title, capacity), capacity)
+            self._berths[title] = berth
+            self._of.update((name, berth) for name in own if name in sizes)
+            self._read_into(berth, [files[name] for name in own if files and name in files])
+        self._early.clear()
+
+    def _early_or_made(self, title: str, capacity: int) -> Future[HostBuffer]:
+        size, early = self._early.pop(title, (0, None))
+        if early is not None and capacity <= size <= capacity + _SLACK:
+            return early
+        if early is not None:
+            early.cancel()
+        return self._made(title, capacity)
+
+    def _made(self, title: str, capacity: int) -> Future[HostBuffer]:
+        locked = self._locked or not title.startswith(LAYER)
+        return self._pool.submit(HostBuffer, capacity, device=self._device, locked=locked)
+
+    def _read_into(self, berth: _Berth, spans: Sequence[FileSpan]) -> None:
+        """Begin to read bytes of files into a berth as soon as it is there."""
+        for span in spans:
+            berth.read[span] = berth.used
+            berth.used += _aligned(span.nbytes)
+
+        def read() -> None:
+            content = berth.buffer.result().view()
+            for span, begin in berth.read.items():
+                read_span(span, content[begin : begin + span.nbytes])
+
+        if spans:
+            berth.reading = self._readers.submit(read)
 
     def land(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a finished tensor to its place. From CUDA the copy is queued, not awaited.
@@ -121,11 +188,18 @@ class Berths:
         none that they fit into.
 
         What was queued by ``land`` must be done.
+
+        Raises:
+            CheckpointError: a file that was read from is damaged.
+            OSError: a file cannot be read.
         """
         berth = self._berths.pop(unit.name, None)
         if berth is None:
             return None
         buffer = berth.buffer.result()
+        if berth.reading is not None:
+            berth.reading.result()
+        files = MappedFiles() if berth.read else None
         base = buffer.bytes.data_ptr()
         entries: list[TensorEntry] = []
         late: list[TensorEntry] = []
@@ -134,6 +208,9 @@ class Berths:
             tensor = ref.get()
             offset = tensor.data_ptr() - base
             inside = 0 <= offset < berth.used
+            span = files.span_of(tensor) if files is not None and not inside else None
+            if span is not None and span in berth.read:
+                offset, inside = berth.read.pop(span), True
             if not inside:
                 offset, end = end, end + _aligned(tensor.nbytes)
             entry = TensorEntry(
@@ -152,7 +229,7 @@ class Berths:
         """Yield the units as ``plan`` names them."""
         decoder = self._family.decoder(model)
         for number, layer in enumerate(self._family.layers(decoder)):
-            yield f"layer {number}", layer
+            yield f"{LAYER}{number}", layer
         config: object = getattr(model, "config", None)
         head: object = model.get_output_embeddings()  # type: ignore[operator]
         table: object = model.get_input_embeddings()  # type: ignore[operator]
@@ -165,3 +242,10 @@ class Berths:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _order(titles: list[str]) -> list[str]:
+    """Return the units in the order in which their berths are made."""
+    layers = deque(title for title in titles if title.startswith(LAYER))
+    first = [layers.popleft() for _ in range(min(_FIRST, len(layers)))]
+    return [*first, *(title for title in titles if not title.startswith(LAYER)), *layers]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from attrs import frozen
 
 from poros_core.errors import PrepareError
+from poros_core.file_tensors import LARGE, MappedFiles, read_span
 from poros_core.log import get_logger
 from poros_core.machine import available_memory
+from poros_core.page_locking import lock, lockable_memory, populate
 from poros_core.protocols import TensorRef
 
 __all__ = [
@@ -31,12 +32,6 @@ _log = get_logger("host_store")
 ALIGNMENT = 256
 """Bytes. The CUDA allocator aligns to 512 and kernels choose by alignment up to 256 at most; a
 smaller alignment than a resident run's could select other kernels, and other bits."""
-
-_POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE`` (madvise(2), Linux 5.14): make all pages of a range now."""
-
-_REGISTER_PORTABLE_MAPPED = 0x01 | 0x02
-"""``cudaHostRegisterPortable | cudaHostRegisterMapped`` (CUDA runtime API, memory management)."""
 
 
 @frozen
@@ -103,7 +98,8 @@ class HostMemory(Protocol):
 class HostBuffer:
     """A page-aligned stretch of host memory, page-locked and mapped if a CUDA device will read it.
 
-    The size is exact: ``pin_memory()`` would round it up to a power of two.
+    The size is exact: ``pin_memory()`` would round it up to a power of two. See
+    [Note: Page-locked memory] in ``page_locking``.
     """
 
     def __init__(self, nbytes: int, *, device: torch.device, locked: bool = True) -> None:
@@ -124,7 +120,7 @@ class HostBuffer:
         if free is not None and nbytes > free:
             _say_short(nbytes, free, device)
         try:
-            self._map = mmap.mmap(-1, max(nbytes, 1))
+            self._map = lockable_memory(nbytes) if self.locked else mmap.mmap(-1, max(nbytes, 1))
         except OSError as error:
             raise PrepareError(
                 f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more were asked "
@@ -132,8 +128,9 @@ class HostBuffer:
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
         if self.locked:
-            _populate(self)
-            _page_lock(self, device)
+            pointer = self.bytes.data_ptr()
+            populate(pointer, nbytes)
+            weakref.finalize(self, lock(pointer, nbytes, device)).atexit = False
 
     def shrink(self, nbytes: int) -> None:
         """Leave out what is behind the first ``nbytes`` bytes, of which nothing is used."""
@@ -177,39 +174,6 @@ def _say_short(nbytes: int, free: int, device: torch.device) -> None:
     )
 
 
-def _populate(buffer: HostBuffer) -> None:
-    """Have all pages made now, while other threads run and CUDA is free. Where the system cannot,
-    page-locking does it."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise(
-        ctypes.c_void_p(buffer.bytes.data_ptr()), ctypes.c_size_t(buffer.nbytes), _POPULATE_WRITE
-    )
-
-
-def _page_lock(buffer: HostBuffer, device: torch.device) -> None:
-    cuda: Any = torch.cuda
-    runtime = cuda.cudart()
-    pointer, nbytes = buffer.bytes.data_ptr(), buffer.nbytes
-    with torch.cuda.device(device):
-        status = runtime.cudaHostRegister(pointer, nbytes, _REGISTER_PORTABLE_MAPPED)
-    if int(status) != 0:
-        raise PrepareError(
-            f"{nbytes / 1e9:.2f} GB of host memory cannot be page-locked (CUDA error "
-            f"{int(status)}). Raise the limit that `ulimit -l` shows, give the container more "
-            "memory, free some, or load with host='pageable' or host='mmap'."
-        )
-    weakref.finalize(buffer, _unlock, runtime, pointer, device).atexit = False
-
-
-def _unlock(runtime: Any, pointer: int, device: torch.device) -> None:
-    """Give page-locked memory up. Copies and kernels that were issued may still read it: those of a
-    model that was dropped right after a step, say."""
-    try:
-        torch.cuda.synchronize(device)
-    finally:
-        runtime.cudaHostUnregister(pointer)
-
-
 def layout(refs: Iterable[TensorRef]) -> tuple[list[TensorEntry], int]:
     """Lay tensors out in a stretch, in the order given.
 
@@ -239,7 +203,21 @@ def layout_of(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def fill(buffer: HostBuffer, entries: Iterable[TensorEntry]) -> None:
-    """Copy the tensors that are bound now to where they lie in a stretch."""
+    """Copy the tensors that are bound now to where they lie in a stretch; large ones that are views
+    of files are read from there. See [Note: Read, not looked at] in ``file_tensors``.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        OSError: a file cannot be read.
+    """
+    files: MappedFiles | None = None
     for entry in entries:
-        source = entry.ref.get().detach().contiguous().view(-1).view(torch.uint8)
-        buffer.bytes[entry.offset : entry.offset + entry.nbytes].copy_(source)
+        tensor = entry.ref.get().detach()
+        end = entry.offset + entry.nbytes
+        if tensor.nbytes >= LARGE:
+            files = files or MappedFiles()
+            span = files.span_of(tensor)
+            if span is not None:
+                read_span(span, buffer.view()[entry.offset : end])
+                continue
+        buffer.bytes[entry.offset : end].copy_(tensor.contiguous().view(-1).view(torch.uint8))

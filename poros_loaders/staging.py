@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
+from poros_core.file_tensors import LARGE, FileSpan
 from poros_core.finite import FiniteCheck
-from poros_core.host_memory import ALIGNMENT
 from poros_core.landing import give_back_free_memory, room_for
 from poros_loaders.checkpoint import Checkpoint, read_checkpoint
+from poros_loaders.estimate import layer_matrices, quantised_bytes, unit_sizes
 from poros_loaders.pretrained import load_checked
 from poros_loaders.read_ahead import ReadAhead
 from poros_loaders.skeleton import empty_weight
@@ -86,6 +87,7 @@ def load_staged(
     with contextlib.ExitStack() as stack:
         if noted is None:
             stage = stack.enter_context(_Stage(request, finite))
+            stage.foresee(dtype, quantization_config)
             operation = _staged_operation(stage, failures)
         else:
             stage, operation = None, _empty_operation(noted, failures)
@@ -124,6 +126,7 @@ class _Stage:
         self._finite = finite
         self._checkpoint = read_checkpoint(request.path)
         self._reader = WeightReader(request.device)
+        self._foreseen: list[Extent] = []
         self._ahead = ReadAhead(sorted(self._checkpoint.files))
         self._untidy = 0
 
@@ -140,6 +143,27 @@ class _Stage:
         self._ahead.__exit__(kind, error, trace)
         self._reader.__exit__(kind, error, trace)
 
+    def foresee(self, dtype: torch.dtype | str, config: Any) -> None:
+        """Begin to read and to make room while there is no skeleton yet, by what headers say.
+
+        Args:
+            dtype: dtype of what is not quantised, or ``"auto"``.
+            config: the ``BitsAndBytesConfig``.
+        """
+        if config.llm_int8_skip_modules is not None:
+            return  # what is quantised cannot be told from headers
+        self._foreseen = _extents(self._checkpoint, layer_matrices(self._checkpoint))
+        self._reader.begin(self._foreseen)
+        if self._berths is None:
+            return
+        sizes = unit_sizes(
+            self._checkpoint,
+            dtype=dtype if isinstance(dtype, torch.dtype) else None,
+            item=config.bnb_4bit_quant_storage.itemsize,
+            double=config.bnb_4bit_use_double_quant,
+        )
+        self._berths.begin(sizes)
+
     def begin(self, model: Any) -> None:
         """Begin to read weights and to make room for what comes of them.
 
@@ -153,9 +177,17 @@ class _Stage:
         }
         if self._berths is not None:
             sizes = {name: _quantised_bytes(weight) for name, weight in weights.items()}
-            self._berths.expect(model, sizes)
+            self._berths.expect(model, sizes, _likely_files(self._checkpoint, model, sizes))
         shapes = {tuple(weight.shape) for weight in weights.values()}
-        self._reader.begin(_wanted(self._checkpoint, shapes))
+        wanted = _extents(
+            self._checkpoint,
+            {n for n, header in self._checkpoint.tensors.items() if header.shape in shapes},
+        )
+        if wanted != self._foreseen:
+            self._reader.__exit__(None, None, None)
+            self._reader = WeightReader(self._device)
+            self._reader.__enter__()
+            self._reader.begin(wanted)
 
     def bring(self, tensor: torch.Tensor, source: str | None) -> torch.Tensor:
         """Return an unquantised weight on the device, and look whether it is finite.
@@ -207,13 +239,12 @@ class _Stage:
         return found if given else None
 
 
-def _wanted(checkpoint: Checkpoint, shapes: set[tuple[int, ...]]) -> list[Extent]:
-    """Return the weights that will be quantised, as far as their shapes say, in the order in which
-    Transformers asks for them."""
+def _extents(checkpoint: Checkpoint, names: Collection[str]) -> list[Extent]:
+    """Return where weights stand, in the order in which Transformers asks for them."""
     return [
         Extent(name=name, file=header.file, begin=header.begin, nbytes=header.nbytes)
         for name, header in sorted(checkpoint.tensors.items(), key=lambda item: _order(item[0]))
-        if header.shape in shapes and header.dtype in _DTYPES
+        if name in names and header.dtype in _DTYPES
     ]
 
 
@@ -225,14 +256,28 @@ def _order(name: str) -> list[tuple[bool, int | str]]:
 
 def _quantised_bytes(weight: Any) -> int:
     """Return what a weight that is not quantised yet will take, each tensor rounded up."""
-    count, item = weight.numel(), weight.quant_storage.itemsize
-    scales = -(-count // weight.blocksize)
-    sizes = [-(-count // (2 * item)) * item, 16 * 4]
-    if weight.compress_statistics:
-        sizes += [scales, -(-scales // 256) * 4, 256 * 4, 4]
-    else:
-        sizes += [scales * 4]
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    return quantised_bytes(
+        weight.numel(),
+        item=weight.quant_storage.itemsize,
+        block=weight.blocksize,
+        double=weight.compress_statistics,
+    )
+
+
+def _likely_files(
+    checkpoint: Checkpoint, model: Any, quantised: Mapping[str, int]
+) -> dict[str, FileSpan]:
+    """Return where large parameters stand that are not quantised, if the checkpoint has a tensor
+    of that name and kind."""
+    found = {}
+    for name, param in model.named_parameters():
+        header = checkpoint.tensors.get(name)
+        if header is None or name in quantised or header.nbytes < LARGE:
+            continue
+        if header.shape == tuple(param.shape) and _DTYPES.get(header.dtype) == param.dtype:
+            file = header.file.resolve()
+            found[name] = FileSpan(file=file, begin=header.begin, nbytes=header.nbytes)
+    return found
 
 
 @contextmanager

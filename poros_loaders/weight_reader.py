@@ -30,9 +30,9 @@ __all__ = ["Extent", "WeightReader", "read_piece"]
 
 _log = get_logger("load")
 
-_PIECE = 32 << 20
-_BUFFERS = 12
-_THREADS = 6
+_PIECE = 16 << 20
+_BUFFERS = 16
+_THREADS = 8
 
 
 @frozen(kw_only=True)
@@ -109,7 +109,7 @@ class WeightReader:
             device: where the weights go.
             piece: bytes that are read at once.
             buffers: pieces that are held at once.
-            threads: how many read; None means one for each core, six at most.
+            threads: how many read; None means one for each core, eight at most.
         """
         self.given = 0
         self._device = device

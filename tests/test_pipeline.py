@@ -160,8 +160,8 @@ class TestBerths:
         right = tensor_manifest(poros.load(checkpoint, device="cpu"))
         expect = Berths.expect
 
-        def half(self: Berths, model: nn.Module, sizes: Any) -> None:
-            expect(self, model, {name: size // 2 for name, size in sizes.items()})
+        def half(self: Berths, model: nn.Module, sizes: Any, files: Any) -> None:
+            expect(self, model, {name: size // 2 for name, size in sizes.items()}, files)
 
         monkeypatch.setattr(Berths, "expect", half)
         assert tensor_manifest(poros.load(checkpoint, device="cpu")) == right
