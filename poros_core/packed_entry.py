@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ __all__ = [
     "read_entry",
 ]
 
-FORMAT = 1
+FORMAT = 2
+"""2: files are hashed in chunks."""
 ENTRY = "entry.json"
 BUILDING = "building-"
 LOCK = "lock"
@@ -130,9 +132,11 @@ class EntryWriter:
         *,
         unit: str,
         nbytes: int,
+        hashers: Executor | None = None,
     ) -> PackedFile:
         """Write one file; see ``write_packed``."""
-        return write_packed(self.folder / file, pieces, chunks, unit=unit, nbytes=nbytes)
+        path = self.folder / file
+        return write_packed(path, pieces, chunks, unit=unit, nbytes=nbytes, hashers=hashers)
 
     def finish(
         self, units: Sequence[PackedFile], rest: PackedFile | None, described: Mapping[str, Any]

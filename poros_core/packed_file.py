@@ -4,6 +4,11 @@ The tensors lie in the file as they lie in host memory, gaps included, so that o
 stretch. safetensors knows no gaps: each is a tensor of its own (``gap.0``, ``gap.1``, ...). The
 data begins at a multiple of ``PAGE``, so that a mapping of the file is aligned as memory is.
 Needs neither torch nor safetensors.
+
+[Note: Hashed in chunks]
+SHA-256 takes longer than a fast disk, and cannot be divided. So the header and every ``CHUNK``
+bytes of data are hashed by themselves, by as many threads as there are, and the file's hash is that
+of their digests, one after the other. Every byte is under it, and so is the order.
 """
 
 from __future__ import annotations
@@ -13,15 +18,28 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-__all__ = ["PAGE", "DamagedFile", "PackedFile", "Piece", "read_packed", "write_packed"]
+__all__ = [
+    "CHUNK",
+    "PAGE",
+    "DamagedFile",
+    "PackedFile",
+    "Piece",
+    "check_packed",
+    "read_chunk",
+    "read_packed",
+    "write_packed",
+]
 
 PAGE = 4096
-_CHUNK = 16 << 20
+CHUNK = 16 << 20
+"""Bytes of data that are hashed by themselves; part of the format."""
+_SCRATCH = 1 << 20
 _GAP = "gap"
 
 
@@ -57,7 +75,7 @@ class PackedFile:
         unit: the unit whose stretch it holds.
         start: bytes before the data.
         nbytes: bytes of data.
-        sha256: of the whole file.
+        sha256: of the whole file; see [Note: Hashed in chunks].
         pieces: its tensors, in the order in which they lie.
     """
 
@@ -70,34 +88,41 @@ class PackedFile:
 
 
 def write_packed(
-    path: Path, pieces: Sequence[Piece], chunks: Iterable[memoryview], *, unit: str, nbytes: int
+    path: Path,
+    pieces: Sequence[Piece],
+    chunks: Iterable[memoryview],
+    *,
+    unit: str,
+    nbytes: int,
+    hashers: Executor | None = None,
 ) -> PackedFile:
     """Write a file and wait until it is on the disk.
 
     Args:
         path: the file.
         pieces: its tensors, in the order in which they lie.
-        chunks: the data, gaps included, as flat bytes.
+        chunks: the data, gaps included, as flat bytes that nobody changes meanwhile.
         unit: the unit's name.
         nbytes: bytes of data.
+        hashers: hash while the data is written; None hashes in this thread.
 
     Raises:
         OSError: the disk is full, or cannot be written.
     """
     head = _header(pieces, unit=unit, nbytes=nbytes)
-    digest = hashlib.sha256(head)
+    digests = _Digests(head, hashers)
     written = 0
     with path.open("wb", buffering=0) as file:
         _write_all(file, memoryview(head))
         for chunk in chunks:
-            for begin in range(0, len(chunk), _CHUNK):
-                part = chunk[begin : begin + _CHUNK]
-                digest.update(part)
+            digests.add(chunk)
+            for begin in range(0, len(chunk), CHUNK):
+                part = chunk[begin : begin + CHUNK]
                 _write_all(file, part)
                 written += len(part)
         os.fsync(file.fileno())
     assert written == nbytes, "a unit's chunks do not make up its stretch"
-    return PackedFile(path.name, unit, len(head), nbytes, digest.hexdigest(), tuple(pieces))
+    return PackedFile(path.name, unit, len(head), nbytes, digests.all(), tuple(pieces))
 
 
 def read_packed(path: Path, record: PackedFile, into: memoryview | None) -> None:
@@ -111,25 +136,103 @@ def read_packed(path: Path, record: PackedFile, into: memoryview | None) -> None
     Raises:
         DamagedFile: it is missing, of another size, or holds other bytes.
     """
+    digests = [
+        read_chunk(path, record, begin, None if into is None else into[begin : begin + CHUNK])
+        for begin in range(0, record.nbytes, CHUNK)
+    ]
+    check_packed(path, record, digests)
+
+
+def read_chunk(path: Path, record: PackedFile, begin: int, into: memoryview | None) -> bytes:
+    """Read and hash a stretch of a file's data: ``CHUNK`` bytes, or what is left.
+
+    Args:
+        path: the file.
+        record: what was recorded when it was written.
+        begin: where the stretch begins in the data, a multiple of ``CHUNK``.
+        into: where it goes; None only hashes.
+
+    Returns:
+        Its SHA-256, for ``check_packed``.
+
+    Raises:
+        DamagedFile: the file is missing, or ends too early.
+    """
+    count = min(CHUNK, record.nbytes - begin)
+    start = record.start + begin
+    if into is not None:
+        _read(path, start, into[:count])
+        return _sha256(into[:count])
     digest = hashlib.sha256()
-    scratch = memoryview(bytearray(min(_CHUNK, record.nbytes) if into is None else 0))
+    scratch = memoryview(bytearray(min(_SCRATCH, count)))
+    for at in range(0, count, _SCRATCH):
+        part = scratch[: min(_SCRATCH, count - at)]
+        _read(path, start + at, part)
+        digest.update(part)
+    return digest.digest()
+
+
+def check_packed(path: Path, record: PackedFile, digests: Sequence[bytes]) -> None:
+    """Check a file whose data was read.
+
+    Args:
+        path: the file.
+        record: what was recorded when it was written.
+        digests: what ``read_chunk`` returned for each stretch, in order.
+
+    Raises:
+        DamagedFile: it is of another size, or holds other bytes.
+    """
     try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != record.start + record.nbytes:
-                raise DamagedFile(
-                    f"{path.name} has {size} bytes instead of {record.start + record.nbytes}"
-                )
-            digest.update(file.read(record.start))
-            for begin in range(0, record.nbytes, _CHUNK):
-                count = min(_CHUNK, record.nbytes - begin)
-                part = scratch[:count] if into is None else into[begin : begin + count]
-                _read_all(file, part, path)
-                digest.update(part)
+        size = path.stat().st_size
     except OSError as error:
         raise DamagedFile(f"{path.name} cannot be read ({error.strerror})") from error
-    if digest.hexdigest() != record.sha256:
+    if size != record.start + record.nbytes:
+        raise DamagedFile(f"{path.name} has {size} bytes instead of {record.start + record.nbytes}")
+    head = memoryview(bytearray(record.start))
+    _read(path, 0, head)
+    if _root([_sha256(head), *digests]) != record.sha256:
         raise DamagedFile(f"{path.name} holds other bytes than were written")
+
+
+class _Digests:
+    """Hashes data that comes in parts; see [Note: Hashed in chunks]."""
+
+    def __init__(self, head: bytes, pool: Executor | None) -> None:
+        self._pool = pool
+        self._found: list[bytes | Future[bytes]] = [_sha256(memoryview(head))]
+        self._current = hashlib.sha256()
+        self._filled = 0
+
+    def add(self, data: memoryview) -> None:
+        while len(data):
+            part, data = data[: CHUNK - self._filled], data[CHUNK - self._filled :]
+            if self._pool is not None and len(part) == CHUNK:
+                self._found.append(self._pool.submit(_sha256, part))
+                continue
+            self._current.update(part)
+            self._filled += len(part)
+            if self._filled == CHUNK:
+                self._close()
+
+    def all(self) -> str:
+        if self._filled:
+            self._close()
+        return _root(
+            [found if isinstance(found, bytes) else found.result() for found in self._found]
+        )
+
+    def _close(self) -> None:
+        self._found.append(self._current.digest())
+        self._current, self._filled = hashlib.sha256(), 0
+
+
+def _sha256(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _root(digests: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _header(pieces: Sequence[Piece], *, unit: str, nbytes: int) -> bytes:
@@ -157,9 +260,16 @@ def _write_all(file: Any, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def _read_all(file: Any, into: memoryview, path: Path) -> None:
-    while len(into):
-        count = file.readinto(into)
-        if not count:
-            raise DamagedFile(f"{path.name} ended while it was read")
-        into = into[count:]
+def _read(path: Path, begin: int, into: memoryview) -> None:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while len(into):
+                count = os.preadv(handle, [into], begin)
+                if not count:
+                    raise DamagedFile(f"{path.name} ended while it was read")
+                into, begin = into[count:], begin + count
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise DamagedFile(f"{path.name} cannot be read ({error.strerror})") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 
 from poros_core.host_memory import (
     HostBuffer,
-    HostMemory,
     TensorEntry,
     fill,
     layout,
@@ -29,7 +28,9 @@ from poros_core.mapped_buffer import MappedBuffer
 from poros_core.packed_cache import CacheRefusal
 from poros_core.packed_entry import Entry, EntryWriter
 from poros_core.packed_file import DamagedFile, PackedFile, Piece
+from poros_core.packed_reading import Reading, begin_reading
 from poros_core.packing_strategy import LAYER
+from poros_core.page_locking import makers
 from poros_core.plan import BlockPlan, Unit, build_plan
 from poros_core.plugins import plugins
 from poros_core.protocols import LoadRequest, TensorRef
@@ -37,8 +38,9 @@ from poros_core.protocols import LoadRequest, TensorRef
 __all__ = ["LoadedBase", "named_buffers", "named_refs", "pack", "unpack"]
 
 _REST = "rest.safetensors"
-_READERS = 8
+_READERS = 16
 _WRITERS = 4
+_HASHERS = 8
 _DTYPES = {
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
@@ -129,9 +131,13 @@ def pack(
         image = base.store.adopt(unit.refs)
         assert image is not None
         content, entries = image.buffer.view(), image.entries
-        return lambda: _write_unit(unit, file, entries, content, names, writer)
+        return lambda: _write_unit(unit, file, entries, content, names, writer, hashers)
 
-    with ThreadPoolExecutor(min(_WRITERS, os.cpu_count() or 1)) as pool:
+    cores = os.cpu_count() or 1
+    with (
+        ThreadPoolExecutor(min(_HASHERS, cores)) as hashers,
+        ThreadPoolExecutor(min(_WRITERS, cores)) as pool,
+    ):
         writes = []
         try:
             for number, unit in enumerate(_units(base.plan)):
@@ -171,10 +177,12 @@ def _write_unit(
     content: memoryview,
     names: Mapping[tuple[int, str], str],
     writer: EntryWriter,
+    hashers: Executor | None = None,
 ) -> PackedFile:
     lying = sorted(entries, key=lambda entry: entry.offset)
     pieces = [_piece(names[entry.ref.key], entry) for entry in lying]
-    return writer.write(file, pieces, [content], unit=unit.name, nbytes=len(content))
+    nbytes = len(content)
+    return writer.write(file, pieces, [content], unit=unit.name, nbytes=nbytes, hashers=hashers)
 
 
 def unpack(
@@ -201,11 +209,23 @@ def unpack(
         CheckpointError: the checkpoint does not fit.
         PrepareError: host memory cannot be had or page-locked.
     """
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        reads = {
-            record.file: pool.submit(_read_unit, entry, record, request.device, mode, advance)
-            for record in sorted(entry.units, key=lambda record: -record.nbytes)
-        }
+    with (
+        ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers,
+        ThreadPoolExecutor(makers()) as pool,
+    ):
+
+        def begun(record: PackedFile) -> Reading:
+            return begin_reading(
+                entry,
+                record,
+                device=request.device,
+                mode=mode,
+                readers=readers,
+                advance=advance,
+            )
+
+        largest_first = sorted(entry.units, key=lambda record: -record.nbytes)
+        reads = {record.file: pool.submit(begun, record) for record in largest_first}
         try:
             model = skeleton(request, entry.described)
             for param in model.parameters():
@@ -217,6 +237,7 @@ def unpack(
             _bind_units(entry, plan, refs, reads, store)
         except BaseException:
             pool.shutdown(cancel_futures=True)
+            readers.shutdown(cancel_futures=True)
             raise
     _bind_rest(entry, model, refs, request.device)
     return LoadedBase(model, plan, store)
@@ -259,32 +280,11 @@ def _write_rest(writer: EntryWriter, tensors: Mapping[str, torch.Tensor]) -> Pac
     return writer.write(_REST, pieces, chunks(), unit="rest", nbytes=nbytes)
 
 
-def _read_unit(
-    entry: Entry,
-    record: PackedFile,
-    device: torch.device,
-    mode: HostMode,
-    advance: Callable[[int], None],
-) -> tuple[HostMemory, bool]:
-    """Return a unit's stretch, checked, and whether copies must be staged."""
-    staged = mode != "pinned" and record.unit.startswith(LAYER)
-    buffer: HostMemory
-    if staged and mode == "mmap":
-        entry.read(record, None)
-        path = entry.folder / record.file
-        buffer = MappedBuffer(path, start=record.start, nbytes=record.nbytes)
-    else:
-        buffer = HostBuffer(record.nbytes, device=device, locked=not staged)
-        entry.read(record, buffer.view())
-    advance(record.nbytes)
-    return buffer, staged
-
-
 def _bind_units(
     entry: Entry,
     plan: BlockPlan,
     refs: Mapping[str, TensorRef],
-    reads: Mapping[str, Future[tuple[HostMemory, bool]]],
+    reads: Mapping[str, Future[Reading]],
     store: HostStore,
 ) -> None:
     names = {ref.key: name for name, ref in refs.items()}
@@ -296,8 +296,8 @@ def _bind_units(
         if sorted(names[ref.key] for ref in unit.refs) != sorted(pieces):
             raise DamagedFile(f"{record.file} holds other tensors than {unit.name} has")
         entries = [_entry(ref, pieces[names[ref.key]]) for ref in unit.refs]
-        buffer, staged = reads[record.file].result()
-        store.place(entries, buffer, staged=staged)
+        reading = reads[record.file].result()
+        store.place(entries, reading.memory(), staged=reading.staged)
 
 
 def _entry(ref: TensorRef, piece: Piece) -> TensorEntry:
