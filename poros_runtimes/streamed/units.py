@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 
 from poros_core.host_store import ALIGNMENT, HostStore
-from poros_core.log import get_logger
 from poros_core.plan import BlockPlan
 from poros_core.schedule import Region, upcoming_backward, upcoming_forward
 from poros_core.scratch import register
 from poros_core.settings import Settings
 from poros_runtimes.streamed.activations import HostActivations
-from poros_runtimes.streamed.arena import Arena, GraphArena, PlainArena, drop_workspaces
+from poros_runtimes.streamed.arena import Arena, GraphArena, drop_workspaces
 from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.boundary import graph_is_retained
 from poros_runtimes.streamed.budget import Budget, Spare
@@ -35,16 +33,10 @@ from poros_runtimes.streamed.executor import EagerExecutor, Executor
 from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
+from poros_runtimes.streamed.unit_memory import UnitMemory
 from poros_runtimes.streamed.unit_sizes import UnitSizes
-from poros_runtimes.streamed.window import Window
 
 __all__ = ["Units"]
-
-_log = get_logger("runtime")
-
-_START = 2
-"""Units that stay in the window between steps: what the next forward starts with. The first
-computes while the second waits and the third is on its way."""
 
 _SIGNATURES = (4, 2, 1)
 """Calls of different shape that a block keeps graphs for under a budget: the most that fit."""
@@ -71,44 +63,35 @@ class Units:
         self._first = FirstSteps(plan.model, plan.device)
         budget = settings.vram_budget
         self._budget = None if budget is None else Budget(budget, plan.device)
-        self.resident: frozenset[int] = frozenset()
         self._waiting = False
         images = [store.adopt(unit.refs) for unit in plan.layers]
         head = store.adopt(plan.head.refs) if plan.head is not None else None
         for table in plan.embeddings:
             store.adopt(table.refs)
         size = max(len(group) for group in plan.blocks(settings.block_size))
-        self.sizes = UnitSizes(
-            tuple(0 if image is None else image.nbytes for image in images),
-            0 if head is None else head.nbytes,
-            slots=max(2, 2 * size),
-        )
-        slots, regions = self.sizes.regions(head=True, resident=())
-        self._lane = make_lane(plan.device)
+        lane = make_lane(plan.device)
         self.activations: HostActivations | None = None
         if settings.offload_activations:
             self.activations = HostActivations(
-                plan.device, layers=self._count, lane=self._lane, poison=settings.poison
+                plan.device, layers=self._count, lane=lane, poison=settings.poison
             )
         self._on_cuda = plan.device.type == "cuda"
-        self._use_graphs = settings.graphs != "off" and self._on_cuda
-        self._arena: Arena | None = self._new_arena(slots.size, kept=slots.slot_bytes)
-        self.shared = head is not None
-        self._reclaim: Callable[[], None] | None = None
-        self.window = Window(
-            [*images, head],
-            [regions.get(unit) for unit in range(self._count + 1)],
-            arena=self._arena.memory,
-            lane=self._lane,
+        self.memory = UnitMemory(
+            images,
+            head,
+            slots=max(2, 2 * size),
+            lane=lane,
             device=plan.device,
+            graphs=settings.graphs != "off" and self._on_cuda,
             poison=settings.poison,
-            readable=frozenset({self._count}),
         )
+        self.window = self.memory.window
+        self._reclaim: Callable[[], None] | None = None
         self.eager = EagerExecutor()
         self.graphs: GraphExecutor | None = None
         self._capturer: CudaCapturer | None = None
-        if isinstance(self._arena, GraphArena):
-            self._capturer = CudaCapturer(self._arena, device=plan.device)
+        if isinstance(self.memory.arena, GraphArena):
+            self._capturer = CudaCapturer(self.memory.arena, device=plan.device)
             self.graphs = GraphExecutor(self.eager, plan.device, self._capturer, self._first.eager)
             if self._budget is not None:
                 self.graphs.keep(_SIGNATURES[0])
@@ -127,6 +110,21 @@ class Units:
         return self.graphs or self.eager
 
     @property
+    def sizes(self) -> UnitSizes:
+        """The sizes of the units."""
+        return self.memory.sizes
+
+    @property
+    def shared(self) -> bool:
+        """Whether head and layers share the arena; see [Note: One arena]."""
+        return self.memory.shared
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Layers that stay on the device."""
+        return self.memory.resident
+
+    @property
     def stalled_seconds(self) -> float | None:
         """How long kernels waited for copies so far; see ``Lane``."""
         found = self.window.stalled_seconds
@@ -138,18 +136,6 @@ class Units:
     def outstanding(self) -> bool:
         """Whether a backward is still to come."""
         return any(token.outstanding for token in self._tokens)
-
-    def _new_arena(self, size: int, *, kept: int) -> Arena:
-        self._slot_bytes = kept
-        size = max(size, ALIGNMENT)  # where nothing streams, graphs want a pool all the same
-        device = self._plan.device
-        arena: Arena = (
-            GraphArena(size, kept=kept, device=device)
-            if self._use_graphs
-            else PlainArena(size, device=device)
-        )
-        self._lane.adopt(arena)
-        return arena
 
     # -- a forward -----------------------------------------------------------------------------
 
@@ -179,7 +165,7 @@ class Units:
         """
         if self._head is not None and not self._head_bound:
             self._have_arena()
-            if self.shared and not self._shareable:
+            if self.shared and not self.memory.shareable:
                 self._move_head()
             self.window.acquire(self._head)
             self._head_bound = True
@@ -218,7 +204,7 @@ class Units:
         finally:
             self.window.release(layer)
         if backward and layer <= self._lowest:
-            self.window.keep_only(self._kept)
+            self.window.keep_only(self.memory.kept)
             self._first.backward()
         self.window.prefetch(
             upcoming_backward(layer, lowest=self._lowest, layers=self._count)
@@ -228,7 +214,7 @@ class Units:
 
     def _upcoming_forward(self, layer: int) -> list[int]:
         # A head that shares the arena would only be vacated for the next layer, a resident too.
-        early = not self.shared or (self._shareable and layer + 1 == self._count)
+        early = not self.shared or (self.memory.shareable and layer + 1 == self._count)
         return upcoming_forward(layer, layers=self._count, head=self._head if early else None)
 
     def park_head(self) -> None:
@@ -261,23 +247,17 @@ class Units:
 
     # -- the arena -----------------------------------------------------------------------------
 
-    @property
-    def _shareable(self) -> bool:
-        return self._arena is not None and self._arena.shareable
-
     def _have_arena(self) -> None:
         """See that nobody else has the arena."""
         if self._reclaim is not None:
             self._reclaim()
-        if self._arena is None:
+        if self.memory.arena is None:
             self._rebuild()
 
     @torch.inference_mode(False)
     def _rebuild(self) -> None:
-        slots, regions = self.sizes.regions(head=True, resident=self.resident)
-        self._arena = self._new_arena(slots.size, kept=slots.slot_bytes)
-        self.window.rebuild(regions, self._arena.memory)
-        self._capture_in(self._arena)
+        self.memory.rebuild()
+        self._capture_in(self.memory.arena)
 
     def _capture_in(self, arena: Arena | None) -> None:
         """Drop all graphs, since units move, and capture new ones in ``arena``."""
@@ -285,12 +265,6 @@ class Units:
             self.graphs.clear()
         if self._capturer is not None:
             self._capturer.use(arena if isinstance(arena, GraphArena) else None)
-
-    @property
-    def _kept(self) -> set[int]:
-        """Units that stay in the window between steps."""
-        streaming = (layer for layer in range(self._count) if layer not in self.resident)
-        return {*self.resident, *islice(streaming, _START)}
 
     @torch.inference_mode(False)
     def _keep_resident(self, budget: Budget) -> None:
@@ -302,18 +276,8 @@ class Units:
         if spare < 0:
             self._waiting = True  # the next forward asks again
             raise budget.refuse(spare)
-        chosen = self.sizes.most_resident(spare=spare, slot_bytes=self._slot_bytes)
-        nbytes, own = self.sizes.side_by_side(chosen)
-        _log.info("units_kept", units=len(chosen), bytes=nbytes, spare=spare)
-        if not chosen:
-            return
-        kept = PlainArena(nbytes, device=self._plan.device)
-        self._lane.adopt(kept)
-        _, streaming = self.sizes.regions(head=self.shared, resident=chosen)
-        self.window.move(own, kept.memory)
-        self.window.move(streaming, self.window.arena)
-        self.resident = chosen
-        self._capture_in(self._arena)
+        if self.memory.keep_resident(spare=spare):
+            self._capture_in(self.memory.arena)
 
     def _spare(self, budget: Budget) -> Spare:
         """Return what a budget leaves for units, beside graphs of as many signatures as fit."""
@@ -326,7 +290,7 @@ class Units:
             spare = budget.spare(
                 own=own,
                 graphs=2 * self._count * signatures,
-                buffers=self.graphs.buffer_bytes(room=own - self._slot_bytes),
+                buffers=self.graphs.buffer_bytes(room=own - self.memory.slot_bytes),
             )
             if spare >= 0:
                 break
@@ -334,22 +298,12 @@ class Units:
 
     @torch.inference_mode(False)
     def _move_layers(self, reason: str) -> None:
-        slots, regions = self.sizes.regions(head=False, resident=self.resident)
-        arena = self._new_arena(slots.size, kept=slots.size)
-        self.window.rebuild(regions, arena.memory)
-        self._arena, self.shared = arena, False
-        self._capture_in(arena)
-        _log.info("layers_moved", reason=reason, bytes=slots.size)
+        self.memory.move_layers(reason)
+        self._capture_in(self.memory.arena)
 
     @torch.inference_mode(False)
     def _move_head(self) -> None:
-        assert self._head is not None
-        arena = PlainArena(self.sizes.head, device=self._plan.device)
-        self._lane.adopt(arena)
-        self.window.move({self._head: Region(0, self.sizes.head)}, arena.memory)
-        self.shared = False
-        reason = "a graph left a tensor in the arena"
-        _log.info("head_moved", reason=reason, bytes=self.sizes.head)
+        self.memory.move_head("a graph left a tensor in the arena")
 
     @property
     def _idle(self) -> bool:
@@ -358,7 +312,7 @@ class Units:
             self.park_head()
         return (
             self.shared
-            and self._shareable
+            and self.memory.shareable
             and self._reclaim is None
             and not self._head_bound
             and not self.outstanding
@@ -383,7 +337,7 @@ class Units:
             return
         self.window.drop()
         self._capture_in(None)
-        self._arena = None
+        self.memory.arena = None
         if self._on_cuda:
             torch.cuda.empty_cache()
 

@@ -186,7 +186,7 @@ def _lane(window: Window) -> LateLane:
 
 def _rest(units: Units) -> Span | None:
     """Return what the arena has beyond its slots, if the head takes it too."""
-    if not units.shared or not units._shareable:
+    if not units.shared or not units.memory.shareable:
         return None
     whole = Span.of(units.window.arena)
     slots = [

@@ -92,7 +92,7 @@ def test_the_head_moves_out_where_graphs_keep_a_part_of_the_arena() -> None:
         plain_steps(arm)
         if arm.streamed:
             units = units_of(arm)
-            units._arena.shareable = False
+            units.memory.arena.shareable = False
         plain_steps(arm)
         if arm.streamed:
             places = units.window._places
