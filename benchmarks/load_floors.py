@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -18,14 +18,14 @@ from device_figures import LINK_BYTES, link_rates
 from load_generated import Pool
 
 from poros_core.host_store import HostBuffer
+from poros_core.page_locking import makers
 
 __all__ = ["Rates", "drop_from_page_cache", "lock_rate", "quantise_rate", "read_rate", "write_rate"]
 
 _PIECE = 16 << 20
 _THREADS = 8
 _READ_BYTES = 8 << 30
-_LOCK_BYTES = 256 << 20
-_LOCKERS = 4
+_LOCK_BYTES = 8 << 30
 _WRITE_BYTES = 1 << 30
 _HASH_BYTES = 256 << 20
 _COPIES = 15
@@ -136,22 +136,27 @@ def copy_rates(device: torch.device) -> tuple[float, float]:
     return there, LINK_BYTES / statistics.median(taken)
 
 
-def lock_rate(device: torch.device) -> float:
-    """Return bytes per second of allocating and page-locking memory as the store does, by several
-    threads."""
+def lock_rate(device: torch.device, sizes: Sequence[int], *, most: int = _LOCK_BYTES) -> float:
+    """Return bytes per second of allocating and page-locking memory as a load does: stretches of
+    the same sizes, by as many threads.
 
-    def one(number: int) -> HostBuffer:
-        return HostBuffer(_LOCK_BYTES, device=device)
+    Args:
+        device: the compute device.
+        sizes: bytes of each stretch.
+        most: bytes of all of them together; what is beyond is left out.
+    """
+    chosen = [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= most]
+    chosen = chosen or [min(sizes)]
 
     def once() -> float:
-        with ThreadPoolExecutor(_LOCKERS) as pool:
+        with ThreadPoolExecutor(makers()) as pool:
             start = time.perf_counter()
-            held = list(pool.map(one, range(_LOCKERS)))
+            held = list(pool.map(lambda size: HostBuffer(size, device=device), chosen))
             taken = time.perf_counter() - start
         del held
         return taken
 
-    return _LOCKERS * _LOCK_BYTES / statistics.median(once() for _ in range(3))
+    return sum(chosen) / statistics.median(once() for _ in range(3))
 
 
 def write_rate(folder: Path, *, nbytes: int = _WRITE_BYTES) -> float:

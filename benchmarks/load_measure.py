@@ -6,7 +6,7 @@ import contextlib
 import gc
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from load_floors import (
     write_rate,
 )
 from load_generated import Pool, generating, write_holes
-from load_memory import HostMemoryWatch, memory_disk
+from load_memory import HostMemoryWatch, memory_disk, touch_memory
 from load_verify import checkpoint_source, verify
 from load_work import LoadWork, Way
 
@@ -36,9 +36,14 @@ from poros_core.gate.stack import stack_of
 from poros_core.host_store import HostStore
 from poros_core.packed_cache import PackedCache
 from poros_core.prepare import STORE
+from poros_loaders.checkpoint import read_checkpoint
+from poros_loaders.estimate import estimated
 from poros_loaders.nf4 import NF4
 
 __all__ = ["outcome", "write_checkpoint"]
+
+_BESIDES = 1 << 30
+"""Bytes that a load is given besides its base when memory is touched before it."""
 
 
 def compute_device() -> torch.device:
@@ -76,6 +81,7 @@ def measure(work: LoadWork, device: torch.device) -> dict[str, Any]:
     before = used_before(device)
     pool = Pool(work.seed, device) if work.way.generated else None
     _warm_up(work, device, pool=pool)
+    touched = touch_memory(_needed(work) + _BESIDES)
     if work.cold:
         drop_from_page_cache(files)
     host = HostMemoryWatch(Path(work.checkpoint), Path(work.cache))
@@ -102,14 +108,15 @@ def measure(work: LoadWork, device: torch.device) -> dict[str, Any]:
     sizes = base_bytes(model)
     if work.way.cache == "read" and report.source != "cache":
         raise poros.SettingsError("The cache has no such base: measure cache-write before it.")
-    rates = _rates(work, files, sizes, device, pool=pool)
-    stages = _stages(work, files, sizes, rates, locked=_locked(store))
+    rates = _rates(work, files, sizes, device, pool=pool, locked=_locked(store))
+    stages = _stages(work, files, sizes, rates, locked=sum(_locked(store)))
     return {
         "seconds": seconds,
         "device_peak_bytes": peak,
         "device_driver_peak_bytes": memory.peak,
         "device_driver_level_bytes": driver_before,
         "device_bytes_before": before,
+        "host_touched_before_bytes": touched,
         "driver_sampled": memory.sampled,
         "host_peak_bytes": host.peak,
         "host_steady_bytes": steady,
@@ -220,10 +227,23 @@ def _load(work: LoadWork, *, way: Way | None = None, pool: Pool | None = None) -
         )
 
 
-def _locked(store: HostStore) -> int:
-    """Return the bytes that were page-locked."""
+def _locked(store: HostStore) -> list[int]:
+    """Return the bytes of each stretch that was page-locked."""
     buffers = {id(image.buffer): image.buffer for image in store.images()}
-    return sum(b.nbytes for b in buffers.values() if getattr(b, "locked", False))
+    return [b.nbytes for b in buffers.values() if getattr(b, "locked", False)]
+
+
+def _needed(work: LoadWork) -> int:
+    """Return about how many bytes the base takes on the host; 0 without a checkpoint."""
+    if not (Path(work.checkpoint) / "config.json").is_file():
+        return 0
+    sizes = estimated(
+        read_checkpoint(Path(work.checkpoint)),
+        dtype=torch.bfloat16,
+        quantised=work.way.precision == "nf4",
+        double=work.double,
+    )
+    return sizes.layers + sizes.rest
 
 
 def _rates(
@@ -233,6 +253,7 @@ def _rates(
     device: torch.device,
     *,
     pool: Pool | None,
+    locked: Sequence[int],
 ) -> Rates:
     cuda, way = device.type == "cuda", work.way
     quantises = way.precision == "nf4" and way.cache != "read"
@@ -245,7 +266,7 @@ def _rates(
         quantise=quantise_rate(weight, device, double=work.double) if quantises else None,
         to_device=to_device,
         to_host=to_host,
-        page_lock=lock_rate(device) if cuda else None,
+        page_lock=lock_rate(device, locked) if cuda and locked else None,
         write=write_rate(Path(work.cache)) if way.cache == "write" else None,
         hash=hash_rate(),
     )

@@ -11,8 +11,10 @@ from types import TracebackType
 import torch
 
 from poros_core.load_progress import host_memory
+from poros_core.machine import available_memory
+from poros_core.page_locking import lockable_memory, populate
 
-__all__ = ["HostMemoryWatch", "memory_disk"]
+__all__ = ["HostMemoryWatch", "memory_disk", "touch_memory"]
 
 _EVERY_S = 0.02
 _MAPPED_EVERY_S = 0.25
@@ -29,6 +31,16 @@ def memory_disk(path: Path) -> bool:
             if inside and len(point) >= found[0]:
                 found = (len(point), kind)
     return found[1] == "tmpfs"
+
+
+def touch_memory(nbytes: int) -> int:
+    """Make memory and give it up, so that a virtual machine has it; return how many bytes."""
+    free = available_memory()
+    nbytes = nbytes if free is None else min(nbytes, free // 2)
+    memory = lockable_memory(nbytes)
+    populate(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), nbytes)
+    memory.close()
+    return nbytes
 
 
 class HostMemoryWatch:
