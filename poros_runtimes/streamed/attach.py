@@ -15,7 +15,7 @@ from torch import nn
 
 from poros_core.errors import StateError
 
-__all__ = ["Attachments", "checkpointing_off", "guard_apply"]
+__all__ = ["Attachments", "checkpointing_off", "guard_apply", "guard_root"]
 
 _MISSING = object()
 

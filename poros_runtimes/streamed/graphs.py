@@ -36,7 +36,7 @@ from poros_runtimes.streamed.signature import (
     layout_of,
 )
 
-__all__ = ["GraphExecutor"]
+__all__ = ["SIGNATURES", "GraphExecutor"]
 
 _log = get_logger("graphs")
 

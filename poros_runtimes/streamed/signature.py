@@ -21,7 +21,15 @@ from poros_runtimes.streamed.block import Block
 from poros_runtimes.streamed.block_call import BlockCall
 from poros_runtimes.streamed.caches import IsolatedCache
 
-__all__ = ["BackwardKey", "BlockConstants", "ForwardKey", "Layout", "layout_of"]
+__all__ = [
+    "BackwardKey",
+    "BlockConstants",
+    "ForwardKey",
+    "Layout",
+    "backward_key",
+    "forward_key",
+    "layout_of",
+]
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
