@@ -19,9 +19,9 @@ test: $(OLDEST_STAMP)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync lint oldest
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-# What takes longer: the slow tests of loops and families, the whole demo, packages that are
+# What takes longer: the slow tests of loops, families and graphs, the whole demo, packages that are
 # installed and taken away, and gates of every family.
-SLOW := tests/semantics tests/families tests/test_demo.py
+SLOW := tests/semantics tests/families tests/test_demo.py tests/test_graphs.py tests/test_prepare.py
 more: $(STAMP)
 	$(BIN)/pytest $(SLOW) -m slow --numprocesses auto --maxprocesses 8 --dist worksteal
 	$(BIN)/pytest tests/test_third_party.py -m slow -k comes_and_goes

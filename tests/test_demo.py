@@ -79,14 +79,23 @@ def test_a_folder_with_other_files_is_refused(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
-    ("steps", "gate_steps"),
-    [(36, 3), pytest.param(demo.STEPS, demo.GATE_STEPS, marks=pytest.mark.slow)],
+    ("steps", "window", "gate_steps"),
+    [
+        (22, 4, 2),
+        pytest.param(demo.STEPS, demo._WINDOW, demo.GATE_STEPS, marks=pytest.mark.slow),
+    ],
     ids=["fewer steps", "as it is"],
 )
 def test_the_whole_demo(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, gate_steps: int
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    window: int,
+    gate_steps: int,
 ) -> None:
     monkeypatch.setattr(demo, "STEPS", steps)
+    monkeypatch.setattr(demo, "_WINDOW", window)
     monkeypatch.setattr(demo, "GATE_STEPS", gate_steps)
     output = tmp_path / "adapter"
     code, out, _ = cli("--output", str(output))

@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import pytest
@@ -199,9 +199,9 @@ def evaluated_between(model: Any, step: int, device: torch.device) -> list[torch
 
 
 Script = Callable[[Any, int, torch.device], list[torch.Tensor]]
-SCRIPTS: list[Script] = [
-    plain, accumulated, two_forwards, autocast, autocast_around_both, lengths, rates_change,
-    evaluated_between,
+SCRIPTS: list[Any] = [
+    plain, accumulated, two_forwards, autocast, lengths, rates_change, evaluated_between,
+    pytest.param(autocast_around_both, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -219,11 +219,17 @@ def run(model: Any, script: Script, device: torch.device, *, steps: int = 4) -> 
     return [*found, *(p.detach().clone() for p in params), torch.get_rng_state()]
 
 
+@cache
+def eager_run(script: Script, device: torch.device, *, steps: int = 4) -> list[torch.Tensor]:
+    """Return what a run without graphs gives; tests share it, and none writes to it."""
+    return run(make(device, graphs=False), script, device, steps=steps)
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_replays_equal_the_eager_run(script: Script, device: torch.device) -> None:
     steps = 6 if script in (lengths, rates_change) else 4  # each comes twice
-    eager = run(make(device, graphs=False), script, device, steps=steps)
+    eager = eager_run(script, device, steps=steps)
     model = make(device)
     replayed = run(model, script, device, steps=steps)
     assert handle_of(model).counters()["graph_replays"] > 0
@@ -234,7 +240,12 @@ def test_replays_equal_the_eager_run(script: Script, device: torch.device) -> No
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize(
     ("family", "name", "replayed"),
-    [(GEMMA3, "tiny", 4), (GEMMA4, "tiny", 4), (GEMMA4, "tiny-e2b", 6), (QWEN3_5, "tiny", 4)],
+    [
+        pytest.param(GEMMA3, "tiny", 4, marks=pytest.mark.slow),
+        pytest.param(GEMMA4, "tiny", 4, marks=pytest.mark.slow),
+        (GEMMA4, "tiny-e2b", 6),
+        (QWEN3_5, "tiny", 4),
+    ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_families_replay(family: Family, name: str, replayed: int, device: torch.device) -> None:
@@ -273,9 +284,9 @@ def test_what_enters_many_blocks_is_replayed(
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_replays_read_hidden_states_that_came_back(device: torch.device) -> None:
-    eager = run(make(device, graphs=False), two_forwards, device, steps=3)
+    eager = eager_run(two_forwards, device)
     model = make(device, offload=True)
-    replayed = run(model, two_forwards, device, steps=3)
+    replayed = run(model, two_forwards, device)
     counters = handle_of(model).counters()
     assert counters["graph_replays"] > 0
     assert counters["activation_bytes"] > 0
@@ -298,7 +309,7 @@ def test_a_call_is_captured_at_its_second_sight() -> None:
 def test_a_failed_capture_runs_eagerly_says_so_once_and_keeps_the_random_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    eager = run(make(graphs=False), plain, CPU)
+    eager = eager_run(plain, CPU)
     model = make(capturer=FunctionCapturer(fails=range(100)))
     with caplog.at_level("WARNING", logger="poros.graphs"):
         found = run(model, plain, CPU)
@@ -309,7 +320,7 @@ def test_a_failed_capture_runs_eagerly_says_so_once_and_keeps_the_random_numbers
 
 
 def test_a_capture_that_costs_the_graphs_before_it_turns_graphs_off() -> None:
-    eager = run(make(graphs=False), plain, CPU)
+    eager = eager_run(plain, CPU)
     capturer = FunctionCapturer(fails={5}, error=LostGraphs)
     model = make(capturer=capturer)
     found = run(model, plain, CPU)
@@ -431,7 +442,7 @@ def test_units_do_not_move_into_memory_that_goes_with_the_first_steps(
     assert moved == [0]
 
 
-@pytest.mark.parametrize("signatures", [SIGNATURES, 2])
+@pytest.mark.parametrize("signatures", [pytest.param(SIGNATURES, marks=pytest.mark.slow), 2])
 def test_old_signatures_are_dropped(signatures: int) -> None:
     model, before = make(), graphs_kept(None)
     executor = handle_of(model).units.graphs

@@ -99,6 +99,7 @@ def test_an_adapter_that_takes_the_place_of_another_trains() -> None:
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
+@pytest.mark.slow
 def test_compile_runs_around_the_streamed_decoder() -> None:
     losses = []
     for streamed in (False, True):

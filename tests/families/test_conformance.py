@@ -14,8 +14,9 @@ CASES = [
     if shape.startswith("tiny")
 ]
 SIZES = {("gemma4", "tiny-e2b"): (1, 2, 3, 4), ("qwen2", "tiny-sliding"): (1, 2)}
-SLOW = {("gemma4", "tiny-e2b-multimodal")}
-"""What test_images.py trains it on, and the decoder alone, are fast tests."""
+SLOW = {("gemma4", "tiny-e2b-multimodal"), ("qwen2", "tiny-sliding")}
+"""Of the first, what test_images.py trains it on, and the decoder alone, are fast tests; of the
+second, the gate of test_gate.py is one."""
 
 
 def test_the_cases_cover_text_and_multimodal_models() -> None:

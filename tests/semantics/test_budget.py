@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ def units_of(arm: Arm) -> Any:
     return prepared.handle.units
 
 
+@cache
 def sizes_of(block_size: Any) -> tuple[int, int]:
     """Return the bytes of the arena and of one layer."""
     seen: list[tuple[int, int]] = []
@@ -47,6 +49,12 @@ def steps(arm: Arm) -> None:
     arm.train(batches(1), optimizer)
 
 
+@cache
+def resident_steps() -> Arm:
+    """Return what the resident model notes of ``steps``; tests share it."""
+    return play(steps, NF4, streamed=False, late=False)
+
+
 @pytest.mark.parametrize(
     ("kept", "block_size"),
     [
@@ -58,7 +66,7 @@ def steps(arm: Arm) -> None:
 )
 def test_units_stay_and_the_bits_are_the_same(kept: int, block_size: int) -> None:
     arena, layer = sizes_of(block_size)
-    resident = play(steps, NF4, streamed=False, late=False)
+    resident = resident_steps()
     budget = arena + kept * layer
     streamed = play(
         steps, NF4, streamed=True, late=False, block_size=block_size, vram_budget=budget

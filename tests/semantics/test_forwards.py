@@ -153,7 +153,10 @@ def test_random_state_changed_between_forward_and_backward() -> None:
     twins(script)
 
 
-@pytest.mark.parametrize("recipe", [NF4, BF16], ids=lambda r: r.precision)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(NF4, id="nf4"), pytest.param(BF16, id="bf16", marks=pytest.mark.slow)],
+)
 def test_retain_graph_and_backward_twice(recipe: Recipe) -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
