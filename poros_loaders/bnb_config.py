@@ -13,6 +13,7 @@ import bitsandbytes as bnb
 import torch
 import transformers
 from transformers import AutoConfig, BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from poros_core.configs import auto_class
@@ -185,7 +186,12 @@ def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     del config.quantization_config
     with torch.device("meta"):
         skeleton = type(model)(config)
-    return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    for path, module in skeleton.named_modules():
+        # Conv1D keeps its weight transposed; the 4-bit layer in its place holds it like a linear's
+        if isinstance(module, Conv1D) and isinstance(model.get_submodule(path), bnb.nn.Linear4bit):
+            shapes[f"{path}.weight"] = torch.Size(reversed(module.weight.shape))
+    return shapes
 
 
 def _problem(model: PreTrainedModel, name: str, wanted: torch.Size) -> str | None:
