@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,13 +33,22 @@ class FiniteCheck:
     def problems(self) -> dict[str, str]:
         """Return ``"NaN"`` or ``"infinite"`` for every tensor that is not finite, by name."""
         wrong = {}
-        for name, bounds in self._found.items():
-            low, high = (float(bound) for bound in bounds)
+        for name, (low, high) in zip(self._found, self._numbers(), strict=True):
             if low != low or high != high:
                 wrong[name] = "NaN"
             elif float("inf") in (high, -low):
                 wrong[name] = "infinite"
         return wrong
+
+    def _numbers(self) -> Iterator[tuple[float, float]]:
+        """Yield the bounds of every tensor, brought from each device in one go."""
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for low, high in self._found.values():
+            alike.setdefault((low.device, low.dtype), []).extend((low, high))
+        brought = {kind: iter(torch.stack(bounds).tolist()) for kind, bounds in alike.items()}
+        for low, _ in self._found.values():
+            numbers = brought[low.device, low.dtype]
+            yield next(numbers), next(numbers)
 
     def refuse(self, path: Path) -> None:
         """Insist that all are finite.

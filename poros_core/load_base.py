@@ -37,6 +37,7 @@ from poros_core.prepare import STORE
 from poros_core.protocols import LoaderStrategy, LoadRequest
 from poros_core.rest import move_the_rest
 from poros_core.ring import StagingRing
+from poros_core.switching import short_turns
 
 __all__ = ["LoadJob", "load_base"]
 
@@ -72,7 +73,7 @@ def load_base(job: LoadJob) -> nn.Module:
         PrepareError: host memory or disk do not suffice.
         SettingsError: the base cannot stand where it was asked to.
     """
-    with LoadMeter(job.request.device) as meter:
+    with short_turns(), LoadMeter(job.request.device) as meter:
         return _load(job, meter)
 
 

@@ -21,6 +21,7 @@ from poros_core.errors import CheckpointError, SettingsError
 from poros_loaders.checkpoint import few
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from poros_core.protocols import LoadRequest
@@ -167,10 +168,11 @@ def check_quantised(
             f"Checkpoint '{request.path}': no weight was quantised, so this would not be an NF4 "
             "model. Check llm_int8_skip_modules in quantization_config, or use precision='bf16'."
         )
+    modules = dict(model.named_modules(remove_duplicate=False))
     wrong = [
         f"{name} {problem}"
         for name, wanted in (_shapes(model) if shapes is None else shapes).items()
-        if (problem := _problem(model, name, wanted))
+        if (problem := _problem(modules, name, wanted))
     ]
     if wrong:
         raise CheckpointError(
@@ -194,9 +196,10 @@ def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     return shapes
 
 
-def _problem(model: PreTrainedModel, name: str, wanted: torch.Size) -> str | None:
-    tensor = model.get_parameter_or_buffer(name)
-    module = model.get_submodule(name.rpartition(".")[0])
+def _problem(modules: Mapping[str, nn.Module], name: str, wanted: torch.Size) -> str | None:
+    path, _, attribute = name.rpartition(".")
+    module = modules[path]
+    tensor: Any = getattr(module, attribute)
     if isinstance(module, bnb.nn.Linear4bit) and tensor is module.weight:
         if not isinstance(tensor, bnb.nn.Params4bit) or tensor.quant_state is None:
             return "is not quantised"

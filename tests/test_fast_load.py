@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from poros_core.packed_file import (
     write_packed,
 )
 from poros_core.prepare import STORE
+from poros_core.switching import short_turns
 from poros_families.qwen2 import QWEN2
 from poros_loaders.checkpoint import read_checkpoint
 from poros_loaders.estimate import layer_matrices, unit_sizes
@@ -286,6 +288,17 @@ class TestChunks:
             read_chunk(path, record, 3000, None)
         with pytest.raises(DamagedFile, match="bytes instead of"):
             check_packed(path, record, [])
+
+
+def test_turns_are_short_while_a_load_runs() -> None:
+    before = sys.getswitchinterval()
+    first, second = short_turns(), short_turns()
+    with first:
+        assert sys.getswitchinterval() < before / 2
+        second.__enter__()
+    assert sys.getswitchinterval() < before / 2, "another load still runs"
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 def test_layers_that_keep_their_weight_transposed(tmp_path: Path) -> None:
