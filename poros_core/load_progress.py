@@ -1,9 +1,9 @@
 """How far a load is, and what it took: told to an observer while it runs, and noted at the end.
 
 [Note: Host memory of a load]
-What counts is memory that nothing but this process can give back: anonymous pages and shared
-anonymous pages, which the host store is made of and which page-locking keeps (``RssAnon`` and
-``RssShmem`` in ``/proc/self/status``). Mapped pages of files are left out: they give way. The level
+What counts is memory that nothing but this process can give back: anonymous pages, private and
+shared, which the host store is made of and which page-locking keeps (``RssAnon`` and ``RssShmem``
+in ``/proc/self/status``). Mapped pages of files are left out: they give way. The level
 before the load is subtracted. The peak is the highest of samples that are 20 ms apart.
 """
 
