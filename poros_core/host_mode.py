@@ -7,6 +7,7 @@ see [Note: Staged units] in ``host_store``. Head, embeddings and the ring are pa
 
 from __future__ import annotations
 
+import resource
 from typing import Literal, cast, get_args
 
 import torch
@@ -22,8 +23,8 @@ __all__ = ["HostChoice", "HostMode", "Limits", "choose_host", "named_mode", "rea
 HostMode = Literal["pinned", "pageable", "mmap"]
 
 _MODES = ("auto", *get_args(HostMode))
-_PROBE = 64 << 20
-"""Bytes beyond the limit that are page-locked to find out whether the driver keeps to it."""
+_PROBE = 1 << 20
+"""Bytes that are page-locked to find out whether the driver keeps to a limit."""
 
 
 @frozen(kw_only=True)
@@ -76,7 +77,7 @@ def read_limits(device: torch.device, *, wanted: int) -> Limits:
         wanted: bytes that are to be page-locked.
     """
     locked = machine.page_lock_limit() if device.type == "cuda" else None
-    if locked is not None and wanted > locked and _locks_beyond(locked, device):
+    if locked is not None and wanted > locked and _locks_beyond(device):
         locked = None
     return Limits(
         total=machine.total_memory(), container=machine.container_headroom(), locked=locked
@@ -128,9 +129,15 @@ def _cost(mode: str, layers: int, ring: int) -> str:
     )
 
 
-def _locks_beyond(limit: int, device: torch.device) -> bool:
+def _locks_beyond(device: torch.device) -> bool:
+    """Say whether the driver page-locks more than ``ulimit -l`` allows: a little is tried while
+    nothing is allowed, because trying as much as the limit would take as long as a load."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
     try:
-        HostBuffer(limit + _PROBE, device=device)
+        HostBuffer(_PROBE, device=device)
     except PrepareError:
         return False
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,11 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from poros_core.berths import Berths
 from poros_core.host_memory import HostBuffer, TensorEntry
 from poros_core.host_store import HostStore
+from poros_core.page_locking import makers
 from poros_core.plan import BlockPlan, Unit
 
 __all__ = ["place_units"]
-
-_WORKERS = 4
 
 _LaidOut = tuple[list[TensorEntry], HostBuffer]
 
@@ -49,7 +47,7 @@ def place_units(
 
     units = deque(unit for unit in plan.units() if unit.refs)
     under_way: deque[tuple[Unit, Future[_LaidOut]]] = deque()
-    workers = min(_WORKERS, max(1, (os.cpu_count() or 1) // 2))
+    workers = makers()
     with ThreadPoolExecutor(workers, thread_name_prefix="poros-place") as pool:
         while units or under_way:
             # no more than there are workers: what a unit was in before is free once it is placed

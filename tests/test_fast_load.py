@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 import poros
 from poros_core import berths as berths_module
-from poros_core import file_tensors, packed_file, page_locking
+from poros_core import file_tensors, host_mode, machine, packed_file, page_locking
 from poros_core.berths import Berths
 from poros_core.conformance.manifest import tensor_manifest
-from poros_core.errors import CheckpointError
+from poros_core.errors import CheckpointError, PrepareError
 from poros_core.file_tensors import FileSpan, MappedFiles, read_span
 from poros_core.host_memory import HostBuffer
 from poros_core.host_store import HostStore
@@ -243,6 +244,26 @@ class TestPageLocking:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         give_up()
         assert calls == ["registered 8192", "unregistered"]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_limit_is_tried_with_little_memory(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    tried: list[tuple[int, int]] = []
+
+    def locked(nbytes: int, **kwargs: Any) -> None:
+        tried.append((nbytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
+        if bound:
+            raise PrepareError("it cannot be page-locked")
+
+    monkeypatch.setattr(host_mode, "HostBuffer", locked)
+    monkeypatch.setattr(machine, "page_lock_limit", lambda: 5 << 30)
+    device = torch.device("cuda", 0)
+    assert host_mode.read_limits(device, wanted=6 << 30).locked == (5 << 30 if bound else None)
+    assert tried == [(1 << 20, 0)]
+    assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == before
+    assert host_mode.read_limits(device, wanted=4 << 30).locked == 5 << 30
+    assert len(tried) == 1
 
 
 class TestChunks:

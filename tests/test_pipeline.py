@@ -53,8 +53,19 @@ def bytes_of(extent: Extent) -> bytes:
     return extent.file.read_bytes()[extent.begin : extent.begin + extent.nbytes]
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_earlier_tests() -> None:
+    """Models that other tests left to the garbage collector keep their threads until then."""
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def live_readers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("poros-")]
+    alive = [t for t in threading.enumerate() if t.name.startswith("poros-")]
+    return [thread for thread in alive if thread not in _earlier]
 
 
 class TestWeightReader:
