@@ -10,21 +10,49 @@ entered in the config afterwards, and the tensors of the packed base have it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from torch import nn
 
     from poros_loaders.checkpoint import Checkpoint
 
-__all__ = ["described_dtype", "empty_weight", "noted_weights", "settle_dtype", "uncast_dtype"]
+__all__ = [
+    "NoInitOfMeta",
+    "described_dtype",
+    "empty_weight",
+    "noted_weights",
+    "settle_dtype",
+    "uncast_dtype",
+]
 
 _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
+
+
+class NoInitOfMeta(TorchFunctionMode):
+    """While it is entered, this thread initialises no tensor that has no memory. bitsandbytes'
+    layers would be drawn at random one by one, and nothing would come of it but time."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch, unless it would initialise such a tensor."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def described_dtype(model: nn.Module) -> str:

@@ -21,26 +21,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import bitsandbytes as bnb
 import torch
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
-from poros_core.file_tensors import LARGE, FileSpan
 from poros_core.finite import FiniteCheck
-from poros_core.landing import give_back_free_memory, room_for
-from poros_loaders.checkpoint import Checkpoint, read_checkpoint
-from poros_loaders.estimate import layer_matrices, quantised_bytes, unit_sizes
 from poros_loaders.pretrained import load_checked
-from poros_loaders.read_ahead import ReadAhead
-from poros_loaders.skeleton import empty_weight
-from poros_loaders.weight_reader import Extent, WeightReader
+from poros_loaders.skeleton import NoInitOfMeta, empty_weight
+from poros_loaders.stage import Stage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,11 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["load_staged"]
 
 _numbers = itertools.count()
-_TIDY = 16 << 20
-"""Bytes of packed weights after which memory that is free is given back, on a CPU."""
-_DTYPES = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
 
 
 def load_staged(
@@ -83,10 +72,10 @@ def load_staged(
     failures: list[Exception] = []
     finite = FiniteCheck()
     shapes: dict[str, torch.Size] = {}
-    stage: _Stage | None
+    stage: Stage | None
     with contextlib.ExitStack() as stack:
         if noted is None:
-            stage = stack.enter_context(_Stage(request, finite))
+            stage = stack.enter_context(Stage(request, finite))
             stage.foresee(dtype, quantization_config)
             operation = _staged_operation(stage, failures)
         else:
@@ -113,171 +102,6 @@ def load_staged(
     vars(ordinary).update(vars(staged.hf_quantizer))
     staged.hf_quantizer = ordinary
     return model, shapes
-
-
-class _Stage:
-    """Brings weights to the device and what comes of them back, while it is entered."""
-
-    def __init__(self, request: LoadRequest, finite: FiniteCheck) -> None:
-        self._device = request.device
-        self._land = request.land or torch.Tensor.cpu
-        self._berths = request.berths
-        self._advance = request.advance or (lambda nbytes: None)
-        self._finite = finite
-        self._checkpoint = read_checkpoint(request.path)
-        self._reader = WeightReader(request.device)
-        self._foreseen: list[Extent] = []
-        self._ahead = ReadAhead(sorted(self._checkpoint.files))
-        self._untidy = 0
-
-    def __enter__(self) -> _Stage:
-        self._reader.__enter__()
-        self._ahead.__enter__()
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # copies that are queued read and write memory that is given back after this
-        with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-        self._ahead.__exit__(kind, error, trace)
-        self._reader.__exit__(kind, error, trace)
-
-    def foresee(self, dtype: torch.dtype | str, config: Any) -> None:
-        """Begin to read and to make room while there is no skeleton yet, by what headers say.
-
-        Args:
-            dtype: dtype of what is not quantised, or ``"auto"``.
-            config: the ``BitsAndBytesConfig``.
-        """
-        if config.llm_int8_skip_modules is not None:
-            return  # what is quantised cannot be told from headers
-        self._foreseen = _extents(self._checkpoint, layer_matrices(self._checkpoint))
-        self._reader.begin(self._foreseen)
-        if self._berths is None:
-            return
-        sizes = unit_sizes(
-            self._checkpoint,
-            dtype=dtype if isinstance(dtype, torch.dtype) else None,
-            item=config.bnb_4bit_quant_storage.itemsize,
-            double=config.bnb_4bit_use_double_quant,
-        )
-        self._berths.begin(sizes)
-
-    def begin(self, model: Any) -> None:
-        """Begin to read weights and to make room for what comes of them.
-
-        Args:
-            model: the skeleton, its layers replaced by quantised ones that are still empty.
-        """
-        weights = {
-            f"{path}.weight": module.weight
-            for path, module in model.named_modules()
-            if isinstance(module, bnb.nn.Linear4bit)
-        }
-        if self._berths is not None:
-            sizes = {name: _quantised_bytes(weight) for name, weight in weights.items()}
-            self._berths.expect(model, sizes, _likely_files(self._checkpoint, model, sizes))
-        shapes = {tuple(weight.shape) for weight in weights.values()}
-        wanted = _extents(
-            self._checkpoint,
-            {n for n, header in self._checkpoint.tensors.items() if header.shape in shapes},
-        )
-        if wanted != self._foreseen:
-            self._reader.__exit__(None, None, None)
-            self._reader = WeightReader(self._device)
-            self._reader.__enter__()
-            self._reader.begin(wanted)
-
-    def bring(self, tensor: torch.Tensor, source: str | None) -> torch.Tensor:
-        """Return an unquantised weight on the device, and look whether it is finite.
-
-        Args:
-            tensor: what Transformers hands over.
-            source: the tensor of the checkpoint that it is, if it is one as it stands there.
-        """
-        on_device = self._read_ahead(tensor, source)
-        if on_device is None:
-            on_device = tensor.to(self._device)
-        self._advance(tensor.nbytes)
-        self._ahead.advance(tensor.nbytes)
-        return on_device
-
-    def look_at(self, name: str, tensor: torch.Tensor) -> None:
-        """Note whether a weight is finite."""
-        self._finite.add(name, tensor)
-
-    def take_back(self, name: str, parameter: Any) -> None:
-        """Move a quantised weight and its quantisation state to host memory."""
-        state = parameter.quant_state
-        parameter.data = self._back(name, parameter.data)
-        for owner in (state, state.state2):
-            for attribute in ("absmax", "code", "offset"):
-                tensor = getattr(owner, attribute, None)
-                if isinstance(tensor, torch.Tensor):
-                    setattr(owner, attribute, self._back(name, tensor))
-        self._tidy(parameter.nbytes)
-
-    def _tidy(self, nbytes: int) -> None:
-        """Keep what quantising on a CPU frees from piling up between the small things that stay."""
-        self._untidy += nbytes if self._device.type == "cpu" else 0
-        if self._untidy > _TIDY:
-            self._untidy = 0
-            give_back_free_memory()
-
-    def _back(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return self._land(tensor) if self._berths is None else self._berths.land(name, tensor)
-
-    def _read_ahead(self, tensor: torch.Tensor, source: str | None) -> torch.Tensor | None:
-        header = None if source is None else self._checkpoint.tensors.get(source)
-        if source is None or header is None or header.shape != tuple(tensor.shape):
-            return None
-        if _DTYPES.get(header.dtype) != tensor.dtype or not tensor.is_contiguous():
-            return None
-        found = room_for(tensor, self._device)
-        given = self._reader.give(source, found.view(-1).view(torch.uint8))
-        return found if given else None
-
-
-def _extents(checkpoint: Checkpoint, names: Collection[str]) -> list[Extent]:
-    """Return where weights stand, in the order in which Transformers asks for them."""
-    return [
-        Extent(name=name, file=header.file, begin=header.begin, nbytes=header.nbytes)
-        for name, header in sorted(checkpoint.tensors.items(), key=lambda item: _order(item[0]))
-        if name in names and header.dtype in _DTYPES
-    ]
-
-
-def _order(name: str) -> list[tuple[bool, int | str]]:
-    """Sort names as Transformers does: numbers by size, and before text."""
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else part)
-            for part in name.split(".")]  # fmt: skip
-
-
-def _quantised_bytes(weight: Any) -> int:
-    """Return what a weight that is not quantised yet will take, each tensor rounded up."""
-    return quantised_bytes(
-        weight.numel(),
-        item=weight.quant_storage.itemsize,
-        block=weight.blocksize,
-        double=weight.compress_statistics,
-    )
-
-
-def _likely_files(
-    checkpoint: Checkpoint, model: Any, quantised: Mapping[str, int]
-) -> dict[str, FileSpan]:
-    """Return where large parameters stand that are not quantised, if the checkpoint has a tensor
-    of that name and kind."""
-    found = {}
-    for name, param in model.named_parameters():
-        header = checkpoint.tensors.get(name)
-        if header is None or name in quantised or header.nbytes < LARGE:
-            continue
-        if header.shape == tuple(param.shape) and _DTYPES.get(header.dtype) == param.dtype:
-            file = header.file.resolve()
-            found[name] = FileSpan(file=file, begin=header.begin, nbytes=header.nbytes)
-    return found
 
 
 @contextmanager
@@ -310,7 +134,7 @@ def _empty_operation(noted: Mapping[str, Any], failures: list[Exception]) -> typ
     return LeaveEmpty
 
 
-def _staged_operation(stage: _Stage, failures: list[Exception]) -> type[Any]:
+def _staged_operation(stage: Stage, failures: list[Exception]) -> type[Any]:
     """Return the operation that stages; it notes what failed."""
 
     class StagedQuantize(Bnb4bitQuantize):  # type: ignore[misc]
@@ -354,7 +178,8 @@ def _quantizer(operation: type[Any], begin: Callable[[Any], None]) -> type[Any]:
             quantization_config.quant_method = QuantizationMethod.BITS_AND_BYTES
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            super()._process_model_before_weight_loading(model, **kwargs)
+            with NoInitOfMeta():
+                super()._process_model_before_weight_loading(model, **kwargs)
             begin(model)
 
         def get_quantize_ops(self) -> Any:

@@ -18,6 +18,7 @@ from helpers_checkpoint import CPU, TINY, request, strategy, write_checkpoint
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import poros
@@ -42,6 +43,7 @@ from poros_core.switching import short_turns
 from poros_families.qwen2 import QWEN2
 from poros_loaders.checkpoint import read_checkpoint
 from poros_loaders.estimate import layer_matrices, unit_sizes
+from poros_loaders.skeleton import NoInitOfMeta
 
 WIDE = {**TINY, "vocab_size": 64_000, "num_hidden_layers": 3}
 """Two tables of 8 MB beside small layers."""
@@ -320,6 +322,27 @@ def test_turns_are_short_while_a_load_runs() -> None:
     assert sys.getswitchinterval() < before / 2, "another load still runs"
     second.__exit__(None, None, None)
     assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_what_has_no_memory_is_not_drawn() -> None:
+    drawn: list[Any] = []
+
+    class Noted(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            drawn.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Noted(), NoInitOfMeta():
+        with torch.device("meta"):
+            empty = nn.Linear(8, 8)
+        assert nn.init.kaiming_uniform_ not in drawn
+        assert torch.Tensor.uniform_ not in drawn
+        full = nn.Linear(8, 8)
+    assert empty.weight.is_meta
+    assert nn.init.kaiming_uniform_ in drawn
+    assert len(full.weight.unique()) > 1
 
 
 def test_layers_that_keep_their_weight_transposed(tmp_path: Path) -> None:
