@@ -93,7 +93,10 @@ def read_piece(handle: int, extent: Extent, at: int, into: memoryview) -> None:
 
 
 class WeightReader:
-    """Reads ahead while it is entered. See [Note: Reading weights ahead]."""
+    """Reads ahead while it is entered. See [Note: Reading weights ahead].
+
+    Copies that it queued must be done when it is left.
+    """
 
     def __init__(
         self,
@@ -147,6 +150,9 @@ class WeightReader:
                 thread.join()
         for handle in self._handles.values():
             os.close(handle)
+        self._handles.clear()
+        self._free.clear()  # whoever still refers to this must not keep the buffers
+        self._read.clear()
 
     def begin(self, wanted: Sequence[Extent]) -> None:
         """Begin to read.

@@ -4,10 +4,12 @@ place, berths made before there is a skeleton, files hashed in chunks."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import resource
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 import poros
 from poros_core import berths as berths_module
-from poros_core import file_tensors, host_mode, machine, packed_file, page_locking
+from poros_core import file_tensors, host_mode, load_base, machine, packed_file, page_locking
 from poros_core.berths import Berths
 from poros_core.conformance.manifest import tensor_manifest
 from poros_core.errors import CheckpointError, PrepareError
@@ -41,6 +43,7 @@ from poros_core.packed_file import (
 from poros_core.prepare import STORE
 from poros_core.switching import short_turns
 from poros_families.qwen2 import QWEN2
+from poros_loaders import weight_reader
 from poros_loaders.checkpoint import read_checkpoint
 from poros_loaders.estimate import layer_matrices, unit_sizes
 from poros_loaders.skeleton import NoInitOfMeta
@@ -128,6 +131,32 @@ def test_large_tensors_of_a_checkpoint_are_read_and_not_looked_at(
     assert report.host_bytes > 16_000_000
     with safe_open(wide / read_checkpoint(wide).tensors["lm_head.weight"].file.name, "pt") as file:
         assert torch.equal(file.get_tensor("lm_head.weight"), model.lm_head.weight)
+
+
+def test_what_is_read_into_is_given_back_at_once(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[HostBuffer]] = []
+
+    def noted(nbytes: int, **kwargs: Any) -> HostBuffer:
+        buffer = HostBuffer(nbytes, **kwargs)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    place = load_base.place_units
+
+    def placed(*args: Any, **kwargs: Any) -> None:
+        assert made
+        assert [ref() for ref in made] == [None] * len(made)
+        place(*args, **kwargs)
+
+    monkeypatch.setattr(weight_reader, "HostBuffer", noted)
+    monkeypatch.setattr(load_base, "place_units", placed)
+    gc.disable()
+    try:
+        poros.load(wide, device="cpu")
+    finally:
+        gc.enable()
 
 
 class TestEarlyBerths:
