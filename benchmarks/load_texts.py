@@ -32,7 +32,7 @@ FLOOR_METHOD = (
     "to 8 GiB, with as many threads as a load (page_locking.makers), median of 3. write: writing 1 "
     "GiB to the cache's disk with fsync, once. A stage's "
     "seconds are its bytes over its rate; floor_seconds is the slowest stage's. hash, in no "
-    "floor: SHA-256 by one thread; the cache hashes in chunks on all cores, 16 at most."
+    "floor: SHA-256 by all cores, 16 at most, as a base from the cache is checked."
 )
 
 GENERATED = (

@@ -35,10 +35,12 @@ from poros_core.plan import BlockPlan, Unit, build_plan
 from poros_core.plugins import plugins
 from poros_core.protocols import LoadRequest, TensorRef
 
-__all__ = ["LoadedBase", "named_buffers", "named_refs", "pack", "unpack"]
+__all__ = ["READERS", "LoadedBase", "named_buffers", "named_refs", "pack", "unpack"]
+
+READERS = 16
+"""Threads, at most, that read and hash a base."""
 
 _REST = "rest.safetensors"
-_READERS = 16
 _WRITERS = 4
 _HASHERS = 8
 _DTYPES = {
@@ -210,7 +212,7 @@ def unpack(
         PrepareError: host memory cannot be had or page-locked.
     """
     with (
-        ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers,
+        ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers,
         ThreadPoolExecutor(makers()) as pool,
     ):
 
