@@ -44,6 +44,7 @@ class ForwardEntry:
     def drop(self) -> None:
         """Let the graphs go. A call whose backward is to come will run it eagerly."""
         self.refused, self.graph, self.backward = True, None, None
+        self.caches, self.inputs, self.arguments, self.results = [], [], [], []
 
     def body(
         self, key: ForwardKey, call: BlockCall, wanted: Sequence[bool], buffers: SharedBuffers

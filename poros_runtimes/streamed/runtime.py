@@ -109,6 +109,9 @@ class StreamedHandle:
             guard = guard_apply(owner, streamed=streamed, device=plan.device)
             attachments.set(owner, "_apply", guard)
             self._put_back += [codec.keep_layout(owner) for codec in plan.codecs]
+        for owner in {owner for owner, *_ in plan.head.places} if plan.head is not None else ():
+            hook = owner.register_forward_hook(uncompiled(self.units.after_product))
+            self._put_back.append(hook.remove)
         for tuner in tuners(self._blocks.values()):
             attachments.set(tuner, "merge", refuse_merge)
         dtypes = frozenset(param.dtype for param in self._streamed)
@@ -141,11 +144,11 @@ class StreamedHandle:
     ) -> None:
         tokens = tokens_in(args, kwargs)
         if torch.is_grad_enabled():
-            if call.part is None:
-                self._mark(tokens)
             refuse_filled_cache([*args, *kwargs.values()])
             refuse_trained(self._streamed)
         refuse_merged(self._blocks.values())
+        if torch.is_grad_enabled() and call.part is None:
+            self._mark(tokens)
         if call.part is None:
             self.units.begin_forward()
         else:

@@ -72,6 +72,7 @@ class UnitMemory:
         laid_out, regions = self.sizes.regions(head=True, resident=())
         arena = self._new_arena(laid_out.size, kept=laid_out.slot_bytes)
         self.arena: Arena | None = arena
+        self.slot_bytes = laid_out.slot_bytes
         self.shared = head is not None
         self.window = Window(
             [*layers, head],
@@ -95,7 +96,6 @@ class UnitMemory:
         return {*self.resident, *islice(streaming, _START)}
 
     def _new_arena(self, size: int, *, kept: int) -> Arena:
-        self.slot_bytes = kept
         size = max(size, ALIGNMENT)  # where nothing streams, graphs want a pool all the same
         arena: Arena = (
             GraphArena(size, kept=kept, device=self._device)
@@ -109,6 +109,7 @@ class UnitMemory:
         """Allocate the arena anew, after it was freed."""
         slots, regions = self.sizes.regions(head=True, resident=self.resident)
         self.arena = self._new_arena(slots.size, kept=slots.slot_bytes)
+        self.slot_bytes = slots.slot_bytes
         self.window.rebuild(regions, self.arena.memory)
 
     def keep_resident(self, *, spare: int) -> bool:
@@ -139,7 +140,7 @@ class UnitMemory:
         slots, regions = self.sizes.regions(head=False, resident=self.resident)
         arena = self._new_arena(slots.size, kept=slots.size)
         self.window.rebuild(regions, arena.memory)
-        self.arena, self.shared = arena, False
+        self.arena, self.shared, self.slot_bytes = arena, False, slots.size
         _log.info("layers_moved", reason=reason, bytes=slots.size)
 
     def move_head(self, reason: str) -> None:

@@ -95,8 +95,6 @@ class Units:
             self.graphs = GraphExecutor(self.eager, plan.device, self._capturer, self._first.eager)
             if self._budget is not None:
                 self.graphs.keep(_SIGNATURES[0])
-        owners = {owner for owner, *_ in plan.head.places} if plan.head and self._on_cuda else ()
-        self._hooks = [owner.register_forward_hook(_after_head) for owner in owners]
         register(self)
 
     @property
@@ -174,13 +172,20 @@ class Units:
         token.head = backward
         if token.outstanding:
             self._tokens.add(token)
-            if self._on_cuda:
-                drop_workspaces()  # the loss is where the peak is
-                self._first.turn()
+            self.after_product()
+            self._first.turn()
+
+    def after_product(self, *args: object) -> None:
+        """Free what cuBLAS worked in. The loss is where the peak is, so it is done at both ends of
+        the head's product; a workspace left from its backward would lie, until the next loss, in
+        the middle of memory that is as large as logits."""
+        if self._on_cuda and not torch.cuda.is_current_stream_capturing():
+            drop_workspaces()
 
     def head_done(self, token: BackwardToken) -> None:
         """The backward of one call has reached the decoder's output."""
         token.head = False
+        self.after_product()
         self._first.turn()
         if self.shared and self._head_bound and graph_is_retained():
             self._move_layers("a graph is retained for another backward")
@@ -348,16 +353,7 @@ class Units:
         for unit in self._plan.units():
             unit.keep_parameters()
         self.park_head()
-        for hook in self._hooks:
-            hook.remove()
         if self._on_cuda:
             torch.cuda.synchronize(self._plan.device)
         if self.graphs is not None:
             self.graphs.clear()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_head(*args: object) -> None:
-    """Free what the head's product worked in: the loss that follows is where the peak is."""
-    if not torch.cuda.is_current_stream_capturing():
-        drop_workspaces()
