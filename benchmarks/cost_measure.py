@@ -17,7 +17,7 @@ from device_figures import DeviceMemory, cap_memory, used_before
 
 import poros
 from poros_core.gate.stack import stack_of
-from poros_runtimes.streamed.arena import drop_workspaces
+from poros_core.workspaces import drop_workspaces
 
 LOADING = "while loading"
 TRAINING = "while training"

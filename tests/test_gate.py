@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from poros_core.demo_model import write_demo_checkpoint
 from poros_core.errors import GateError
-from poros_core.gate import GateOptions, arms, run
+from poros_core.gate import GateOptions, arms, meter, run
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES, Comparison, StepView
 from poros_core.gate.data import make_batches, read_records
@@ -143,6 +143,8 @@ class FakeDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.workspaces = 0
+        monkeypatch.setattr(meter, "drop_workspaces", self.drop_workspaces)
         for name, read in {
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak_allocated,
@@ -155,6 +157,14 @@ class FakeDevice:
 
     def forget(self) -> None:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def drop_workspaces(self) -> None:
+        self.allocated -= self.workspaces
+        self.workspaces = 0
+
+    def make_workspace(self, nbytes: int) -> None:
+        self.take(nbytes)
+        self.workspaces += nbytes
 
     def take(self, nbytes: int, *, gap: int = 0) -> None:
         self.allocated += nbytes
@@ -182,6 +192,25 @@ def test_an_arm_s_memory_leaves_out_what_the_others_hold(monkeypatch: pytest.Mon
     assert two.peak_allocated == 50 + 10 + 30
     assert two.peak_reserved is not None
     assert two.peak_reserved >= two.peak_allocated
+
+
+def test_a_workspace_is_no_arm_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One arm makes it, and the other drops it, at every step."""
+    device = FakeDevice(monkeypatch)
+    one, two = Meter(torch.device("cuda")), Meter(torch.device("cuda"))
+    with one.building():
+        device.take(1000)
+    with two.building():
+        device.take(50)
+    for _ in range(20):
+        with one.step():
+            device.make_workspace(30)
+        with two.step():
+            device.drop_workspaces()
+            device.take(7)
+            device.take(-7)
+    assert one.peak_allocated == 1000 + 30
+    assert two.peak_allocated == 50 + 7
 
 
 # diverged

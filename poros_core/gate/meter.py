@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from poros_core.workspaces import drop_workspaces
+
 __all__ = ["METHOD", "SETTLING_STEPS", "Meter"]
 
 SETTLING_STEPS = 3
@@ -120,6 +122,7 @@ class Meter:
         if not self._cuda:
             return 0
         self._synchronize()
+        drop_workspaces()  # they are nobody's: one arm's would go in another's step
         if empty:
             torch.cuda.empty_cache()
         return torch.cuda.memory_allocated(self._device)

@@ -24,7 +24,9 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Arena", "GraphArena", "PlainArena", "drop_workspaces"]
+from poros_core.workspaces import drop_workspaces
+
+__all__ = ["Arena", "GraphArena", "PlainArena"]
 
 _BLOCK = 512
 """Bytes. What the CUDA caching allocator rounds sizes up to, so that blocks adjoin."""
@@ -200,11 +202,3 @@ def _not_filled() -> Iterator[None]:
         yield
     finally:
         settings.fill_uninitialized_memory = found
-
-
-def drop_workspaces() -> None:
-    """Free the workspaces that cuBLAS keeps, one a thread and stream, until it needs them again.
-    A graph goes on using the address that it was captured with. torch has no public way to do
-    this; its own graph trees do it so."""
-    bindings: Any = torch._C
-    bindings._cuda_clearCublasWorkspaces()

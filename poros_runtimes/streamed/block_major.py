@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from poros_core.call_state import rng_state
 from poros_core.errors import StateError
-from poros_runtimes.streamed.arena import drop_workspaces
+from poros_core.workspaces import drop_workspaces
 from poros_runtimes.streamed.attach import checkpointing_off
 from poros_runtimes.streamed.block import Block
 from poros_runtimes.streamed.cuts import Cut, leaves_below

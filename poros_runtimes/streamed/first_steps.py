@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from poros_runtimes.streamed.arena import drop_workspaces
+from poros_core.workspaces import drop_workspaces
 
 __all__ = ["FirstSteps"]
 

@@ -23,8 +23,9 @@ from poros_core.plan import BlockPlan
 from poros_core.schedule import Region, upcoming_backward, upcoming_forward
 from poros_core.scratch import register
 from poros_core.settings import Settings
+from poros_core.workspaces import drop_workspaces
 from poros_runtimes.streamed.activations import HostActivations
-from poros_runtimes.streamed.arena import Arena, GraphArena, drop_workspaces
+from poros_runtimes.streamed.arena import Arena, GraphArena
 from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.boundary import graph_is_retained
 from poros_runtimes.streamed.budget import Budget, Spare
