@@ -38,8 +38,10 @@ def test_a_cost_is_its_record(cells: str, path: str) -> None:
     assert (record["kind"], record["outcome"]) == ("training-cost", "trained")
     sizes = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
     times = (record["step_seconds"]["median"], record["link_floor_seconds"])
+    host = record["settings"]["optimizer_state"] == "host"
+    where = ", optimizer state on the host" if host else ""
     assert [cell.strip() for cell in cells.split("|")] == [
-        f"Qwen2.5 {record['shape'].upper()}",
+        f"Qwen2.5 {record['shape'].upper()}{where}",
         *(f"{record[name] / 1e9:.2f} GB" for name in sizes),
         *(f"{seconds:.3f} s" for seconds in times),
     ]

@@ -10,7 +10,9 @@ fused, one temporary are there, and nothing of the forward. At a few hundred tok
 [Note: What graphs add]
 Slots and head take turns in one arena, and while layers compute, graphs keep their temporaries in
 what the head has beyond the slots. Only what does not fit there takes memory of its own, and keeps
-it, since a graph's addresses are fixed.
+it, since a graph's addresses are fixed. Before they are captured, in the first step or two, the arena has no
+room for temporaries; that is the peak where nothing else is large, as when the optimizer's state is
+on the host.
 """
 
 from __future__ import annotations
@@ -43,9 +45,12 @@ _GRAPH_BYTES = 650_000
 Fitted to the cost records."""
 _CUBLAS_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` (cuBLAS documentation)."""
-_SLACK = 0.11
+_SLACK = 0.115
 """What the allocator reserves beyond what is allocated and what a loop holds, as a share of all but
-the arena: 5 to 11 % in the cost records."""
+the arena: 3 to 11 % in the cost records."""
+_EAGER = 2.45
+"""What a block's backward reserves before it is captured, in pieces of a pool that goes with the
+step, over what it needs: 2.3 and 2.4 in the cost records with the optimizer's state on the host."""
 _RING = 3
 """Buffers of the ring; as in ``poros_core.ring``, which needs torch. A test holds them together."""
 _ADAM, _FLOAT, _HALF = 8, 4, 2
@@ -71,8 +76,7 @@ class Memory:
         graphs: what the driver takes for captured graphs.
         held: logits of the step before, which a loop that keeps its outputs in a variable holds
             until the next forward returns: beside new ones, though not at the peak.
-        cached: where the optimizer's state is on the host, the memory in which it came into being.
-            The allocator keeps it, but gives it up before it would run out.
+        first: what the allocator holds in the first steps, before graphs are captured.
     """
 
     moment: str
@@ -82,7 +86,7 @@ class Memory:
     graph_workspace: int
     graphs: int
     held: int = 0
-    cached: int = 0
+    first: int = 0
 
     @property
     def allocated(self) -> int:
@@ -98,13 +102,12 @@ class Memory:
     @property
     def reserved(self) -> int:
         """What the allocator holds at the peak."""
-        return self.allocated + self.graph_workspace + self.held + self.gaps + self.cached
+        return max(self.first, self.allocated + self.graph_workspace + self.held + self.gaps)
 
     @property
     def device(self) -> int:
-        """What the card must have: the driver's figure, context and graphs included, less what the
-        allocator would give up."""
-        return self.reserved - self.cached + self.graphs + CONTEXT_BYTES
+        """What the card must have: the driver's figure, context and graphs included."""
+        return self.reserved + self.graphs + CONTEXT_BYTES
 
 
 def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) -> Memory:
@@ -126,6 +129,9 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
     moments["backward"]["workspace"] = max(0, workspace - captured)
     moment = max(moments, key=lambda name: sum((standing | moments[name]).values()))
     room = regions.size - regions.slot_bytes
+    held = _HALF * run.tokens * weights.vocabulary if run.loss_chunk is None else 0
+    gradients = _FLOAT * weights.adapter_count(run.rank)
+    before = sum(standing.values()) - standing["optimizer"] + gradients + held
     return Memory(
         moment=moment,
         components={k: v for k, v in (standing | moments[moment]).items() if v},
@@ -133,8 +139,8 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
         head=weights.head_bytes,
         graph_workspace=max(0, workspace - room) if run.graphs else 0,
         graphs=_GRAPHS_BYTES + 2 * blocks * _GRAPH_BYTES if run.graphs else 0,
-        held=_HALF * run.tokens * weights.vocabulary if run.loss_chunk is None else 0,
-        cached=_ADAM * weights.adapter_count(run.rank) if run.optimizer_state == "host" else 0,
+        held=held,
+        first=round(before + _EAGER * workspace) if run.graphs else 0,
     )
 
 
