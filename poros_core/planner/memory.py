@@ -10,9 +10,9 @@ fused, one temporary are there, and nothing of the forward. At a few hundred tok
 [Note: What graphs add]
 Slots and head take turns in one arena, and while layers compute, graphs keep their temporaries in
 what the head has beyond the slots. Only what does not fit there takes memory of its own, and keeps
-it, since a graph's addresses are fixed. Before they are captured, in the first step or two, the arena has no
-room for temporaries; that is the peak where nothing else is large, as when the optimizer's state is
-on the host.
+it, since a graph's addresses are fixed. Before they are captured, in the first step or two, the
+arena has no room for temporaries; that is the peak where nothing else is large, as when the
+optimizer's state is on the host.
 """
 
 from __future__ import annotations
