@@ -25,6 +25,7 @@ os.environ.update(
 for _name in ("POROS_DISABLE_PLUGINS", "POROS_DEBUG", "FORCE_COLOR"):
     os.environ.pop(_name, None)
 
+SLOW = Path(__file__).with_name("slow.txt")
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 if HAS_TORCH:
@@ -33,8 +34,19 @@ if HAS_TORCH:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where no device is."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what ``slow.txt`` lists, and skip GPU tests where no device is."""
+    lines = SLOW.read_text(encoding="utf-8").splitlines()
+    listed = {line for line in lines if line and not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
+    collected = {item.nodeid for item in items}
+    files = {name.split("::")[0] for name in collected}
+    gone = {name for name in listed - collected if name.split("::")[0] in files}
+    if gone and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"{SLOW.name} lists what is no test: {', '.join(sorted(gone))}")
     if HAS_TORCH and torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")
