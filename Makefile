@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 OLDEST := $(VENV)/oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 
-.PHONY: demo test more oldest lint format tables clean
+.PHONY: demo test more long oldest lint format tables clean
 
 demo: $(STAMP)
 	$(BIN)/poros demo
@@ -19,13 +19,16 @@ test: $(OLDEST_STAMP)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync lint oldest
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-# What takes longer: the slow tests of loops, families and graphs, the whole demo, packages that are
-# installed and taken away, and gates of every family.
-SLOW := tests/semantics tests/families tests/test_demo.py tests/test_graphs.py tests/test_prepare.py
+# What takes longer: tests that are slow, and gates of every family.
 more: $(STAMP)
-	$(BIN)/pytest $(SLOW) -m slow --numprocesses auto --maxprocesses 8 --dist worksteal
-	$(BIN)/pytest tests/test_third_party.py -m slow -k comes_and_goes
+	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 8 --dist worksteal
 	$(BIN)/poros gate --matrix ci
+
+# And longer yet, before a release: every way of loading for every family, every negative control,
+# loads that are killed twenty times, environments that are made anew.
+long: $(STAMP)
+	$(BIN)/pytest -m long --numprocesses auto --maxprocesses 8 --dist worksteal
+
 
 oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(OLDEST) $(BIN)/pytest tests/test_smoke.py -m oldest --numprocesses auto --maxprocesses 8

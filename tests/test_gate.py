@@ -641,7 +641,7 @@ def test_a_kernel_without_a_deterministic_version_is_named() -> None:
 # benchmarks/trainer_parity.py
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("loop", ["trainer", "sft"])
 def test_training_loops_give_equal_adapter_files(loop: str, tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "trainer_parity.py"

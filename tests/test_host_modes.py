@@ -108,7 +108,7 @@ def test_training_is_exact_whatever_the_way(
 
 
 @pytest.mark.parametrize("entry", list(plugins().families), ids=lambda e: e.value.name)
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_family_is_exact_whatever_the_way(entry: Any, tmp_path: Path) -> None:
     family = entry.value
     for shape in [name for name in family.shapes if name.startswith("tiny")]:
@@ -403,7 +403,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("deep"), shape)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16", "nf4"])
 def test_training_with_less_data_memory_than_the_base(
     deep: Path, tmp_path: Path, precision: str
@@ -481,7 +481,7 @@ torch.save([run({deep!r}, **{where!r}) for _ in range(2)], {result!r})
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16", "nf4"])
 def test_training_in_a_container_that_is_smaller_than_the_base(
     checkpoint: Path, deep: Path, tmp_path: Path, precision: str

@@ -115,7 +115,7 @@ def test_a_tiny_shape_runs_every_storage() -> None:
     assert len(large.quantisations(subject_of(large.gate))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["nf4", "bf16"])
 @pytest.mark.parametrize(("family", "shape"), SHAPES)
 def test_every_family_is_exact(family: str, shape: str, precision: str) -> None:

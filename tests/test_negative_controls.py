@@ -72,7 +72,7 @@ def test_a_fault_is_found(name: str) -> None:
     assert f"'{name}'" in str(result.record["planted_fault"]) or name == "flipped-bit"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_control_is_caught_and_gone_once_its_fault_is_removed(row: Row) -> None:
     outcome = run(row)

@@ -372,7 +372,7 @@ def kill_a_first_load(path: Path, folder: Path, delay: float, *, while_writing: 
 
 
 @pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    "kills", [2, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
 def test_a_killed_first_load_is_never_used(checkpoint: Path, tmp_path: Path, kills: int) -> None:
     load(checkpoint, False)

@@ -103,7 +103,7 @@ def test_a_family_comes_and_goes_with_its_package(tmp_path: Path) -> None:
     assert environment.families() == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("example", ["poros-llama", "poros-int8"])
 def test_the_examples_own_tests_pass(tmp_path: Path, example: str) -> None:
@@ -113,7 +113,7 @@ def test_the_examples_own_tests_pass(tmp_path: Path, example: str) -> None:
     assert " passed" in environment.pytest(example)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_family_is_listed_in_a_base_install(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
