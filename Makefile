@@ -31,7 +31,7 @@ long: $(STAMP)
 
 
 oldest: $(OLDEST_STAMP)
-	PYTHONPATH=$(OLDEST) $(BIN)/pytest tests/test_smoke.py -m oldest --numprocesses auto --maxprocesses 8
+	PYTHONPATH=$(OLDEST) $(BIN)/pytest tests/test_smoke.py -m oldest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
