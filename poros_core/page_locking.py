@@ -1,8 +1,8 @@
 """Memory that is made and page-locked fast.
 
 [Note: Page-locked memory]
-Making memory (the system finds pages and clears them) takes as long as page-locking it, and both
-go page by page. So memory that will be page-locked is private and asks for huge pages of 2 MiB;
+What page-locking waits for is that memory is made: the system finds pages and clears them, one by
+one. So memory that will be page-locked is private and asks for huge pages of 2 MiB;
 shared memory gets them only where an administrator allowed it. Several threads make a large
 stretch.
 

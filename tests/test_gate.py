@@ -173,13 +173,18 @@ class FakeDevice:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
 
+def two_arms(device: FakeDevice) -> tuple[Meter, Meter]:
+    """Meters of an arm that holds 1000 bytes and of one that holds 50."""
+    meters = Meter(torch.device("cuda")), Meter(torch.device("cuda"))
+    for one, nbytes in zip(meters, (1000, 50), strict=True):
+        with one.building():
+            device.take(nbytes)
+    return meters
+
+
 def test_an_arm_s_memory_leaves_out_what_the_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch)
-    one, two = Meter(torch.device("cuda")), Meter(torch.device("cuda"))
-    with one.building():
-        device.take(1000)
-    with two.building():
-        device.take(50)
+    one, two = two_arms(device)
     for _ in range(2):
         with one.step():
             device.take(500)
@@ -197,11 +202,7 @@ def test_an_arm_s_memory_leaves_out_what_the_others_hold(monkeypatch: pytest.Mon
 def test_a_workspace_is_no_arm_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One arm makes it, and the other drops it, at every step."""
     device = FakeDevice(monkeypatch)
-    one, two = Meter(torch.device("cuda")), Meter(torch.device("cuda"))
-    with one.building():
-        device.take(1000)
-    with two.building():
-        device.take(50)
+    one, two = two_arms(device)
     for _ in range(20):
         with one.step():
             device.make_workspace(30)

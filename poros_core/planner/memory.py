@@ -47,7 +47,7 @@ _CUBLAS_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` (cuBLAS documentation)."""
 _SLACK = 0.115
 """What the allocator reserves beyond what is allocated and what a loop holds, as a share of all but
-the arena: 3 to 11 % in the cost records."""
+the arena: 2 to 11 % in the cost records."""
 _EAGER = 2.45
 """What a block's backward reserves before it is captured, in pieces of a pool that goes with the
 step, over what it needs: 2.3 and 2.4 in the cost records with the optimizer's state on the host."""

@@ -23,8 +23,8 @@ Spare = int
 """Bytes that are left over; negative if the run needs more than it may use."""
 
 _FRAGMENTATION = 1.06
-"""Reserved over allocated memory at the peak, logits that a loop still holds included: 1.03 to 1.06
-in the cost records of an H200."""
+"""Reserved over allocated memory at the peak. With ``_SLACK`` it covers what the cost records of an
+H200 have, 1.04 to 1.08, logits that a loop still holds included."""
 _SLACK = 64 << 20
 """Bytes beside that, for small segments and workspaces."""
 _GRAPH = 2_200_000
