@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
 
@@ -28,10 +28,11 @@ from poros_families.qwen2 import QWEN2
 from poros_families.qwen3_5 import QWEN3_5
 from poros_runtimes.streamed.arena import GraphArena, PlainArena
 from poros_runtimes.streamed.buffers import Buffer, Pages, span_of
-from poros_runtimes.streamed.capture import LostGraphs
+from poros_runtimes.streamed.capture import CudaCapturer, LostGraphs
 from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry
 from poros_runtimes.streamed.graphs import SIGNATURES, GraphExecutor
 from poros_runtimes.streamed.signature import layout_of
+from poros_runtimes.streamed.streams import own_stream
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -61,6 +62,7 @@ class FunctionCapturer:
     ) -> None:
         self.tried = 0
         self.captured = 0
+        self.lendings = 0
         self.settled = 0
         self.reserved: list[torch.Tensor] = []
         self._fails = fails
@@ -73,6 +75,10 @@ class FunctionCapturer:
             raise self._error("operation not permitted when stream is capturing")
         self.captured += 1
         return Again(body)
+
+    def lent(self) -> AbstractContextManager[None]:
+        self.lendings += 1
+        return nullcontext()
 
     def settle(self) -> None:
         self.settled += 1
@@ -302,7 +308,8 @@ def test_a_call_is_captured_at_its_second_sight() -> None:
         counts.append((handle.counters()["graph_replays"], handle.counters()["eager_blocks"]))
     assert counts == [(0, 8), (8, 8), (16, 8), (24, 8)]
     assert handle.units.graphs._capturer.captured == 8
-    assert handle.units.graphs._capturer.settled == 8
+    assert handle.units.graphs._capturer.lendings == 4  # the eager backward of each block
+    assert handle.units.graphs._capturer.settled == 12
     assert handle.units.graphs._capturer.reserved
 
 
@@ -385,6 +392,49 @@ def test_an_arena_is_not_filled(device: torch.device) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.gpu
+def test_what_runs_once_has_its_temporaries_in_the_arena() -> None:
+    device = torch.device("cuda", 0)
+    arena = GraphArena(64 << 20, kept=16 << 20, device=device)
+    capturer = CudaCapturer(arena, device=device)
+    start, held = arena.memory.data_ptr(), torch.cuda.memory_allocated()
+    with capturer.lent():
+        inside = torch.ones(20 << 20, dtype=torch.uint8, device=device)
+        assert start + (16 << 20) <= inside.data_ptr() < start + (64 << 20)
+    outside = inside.clone()
+    assert not start <= outside.data_ptr() < start + (64 << 20)
+    del inside
+    capturer.settle()
+    assert arena.shareable
+    assert torch.cuda.memory_allocated() == held + outside.nbytes
+    arena.memory.zero_()
+    assert outside.amin() == 1
+    with capturer.lent():
+        lasting = torch.ones(4 << 20, dtype=torch.uint8, device=device)
+    capturer.settle()
+    assert not arena.shareable, "what lasts there must not be overwritten"
+    assert lasting.amin() == 1
+
+
+@pytest.mark.gpu
+def test_a_stream_goes_to_the_next_owner_and_not_to_two() -> None:
+    class Owner:
+        pass
+
+    device = torch.device("cuda", 0)
+    owners = [Owner() for _ in range(3)]
+    streams = [own_stream(owner, device) for owner in owners]
+    handles = {stream.cuda_stream for stream in streams}
+    assert len(handles) == 3
+    assert torch.cuda.current_stream(device).cuda_stream not in handles
+    with torch.cuda.stream(streams[0]):
+        assert torch.ones(8, device=device).sum().item() == 8
+    del owners
+    gc.collect()
+    last = Owner()
+    assert own_stream(last, device).cuda_stream in handles
+
+
 def test_units_that_move_at_a_backward_are_not_replayed_where_they_were() -> None:
     """A loss that does not come through the decoder's output leaves the head where it is."""
     model = make()
@@ -434,6 +484,7 @@ def test_units_do_not_move_into_memory_that_goes_with_the_first_steps(
     move_layers = units._move_layers
     monkeypatch.setattr(units, "_move_layers", move)
     monkeypatch.setattr(units.graphs, "_first", first)
+    monkeypatch.setattr(units.graphs._capturer, "lent", first)
     taken: list[torch.Tensor] = []
     norm = model.get_base_model().model.norm
     norm.register_forward_pre_hook(lambda module, args: taken.append(args[0]))

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from poros_core.workspaces import drop_workspaces
+from poros_runtimes.streamed.streams import own_stream
 
 __all__ = ["Arena", "GraphArena", "PlainArena"]
 
@@ -113,8 +114,7 @@ class GraphArena:
             device: a CUDA device.
         """
         self._device = device
-        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.stream.wait_stream(torch.cuda.current_stream(device))
+        self.stream: Any = own_stream(self, device)
         self.pool: Any = torch.cuda.MemPool()
         self._blocks = _Blocks()
         self._blocks.streams.append(torch.cuda.current_stream(device))  # layers compute there

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,11 @@ class Capturer(Protocol):
             LostGraphs: something in it cannot be captured, and no earlier graph may be replayed.
             RuntimeError: something in it cannot be captured.
         """
+        ...
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Return a context in which work that runs once, eagerly, keeps its temporaries where
+        those of captures are. What lasts must be copied out of them; then ``settle`` follows."""
         ...
 
     def settle(self) -> None:
@@ -122,6 +127,18 @@ class CudaCapturer:
             generator.graphsafe_set_state(generator.clone_state())
             return True
         return False
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Run on the stream of captures; see ``Capturer``."""
+        arena, current = self._arena, torch.cuda.current_stream(self._device)
+        arena.stream.wait_stream(current)
+        arena.lend()
+        try:
+            with torch.cuda.stream(arena.stream), torch.cuda.use_mem_pool(arena.pool, self._device):
+                yield
+        finally:
+            current.wait_stream(arena.stream)
 
     def settle(self) -> None:
         """Let the arena take back what was lent; see ``Capturer``."""

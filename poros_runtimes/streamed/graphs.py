@@ -153,8 +153,8 @@ class GraphExecutor:
         known = forward.backward
         entry = known[1] if known is not None and known[0] == key else None
         if entry is None:
-            with call.block.holding(call.layers, backward=True), self._first():
-                found = self._eager.backward(call, inputs, wanted, gradients)
+            with call.block.holding(call.layers, backward=True):
+                found = self._eager_backward(call, inputs, wanted, gradients)
             layouts = [None if g is None else layout_of(g) for g in found]
             lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
             forward.backward = key, BackwardEntry(layouts, refused=lost)
@@ -173,6 +173,22 @@ class GraphExecutor:
                     self.replays += 1
                     return found
         return self._eager.backward(call, inputs, wanted, gradients)
+
+    def _eager_backward(
+        self,
+        call: BlockCall,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Run a backward that was not seen before, its temporaries where captures have theirs."""
+        try:
+            with self._capturer.lent():
+                found = self._eager.backward(call, inputs, wanted, gradients)
+            return [None if gradient is None else gradient.clone() for gradient in found]
+        finally:
+            found = []
+            self._capturer.settle()
 
     def end_forward(self) -> None:
         """A forward of the decoder ended."""

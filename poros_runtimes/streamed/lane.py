@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from poros_runtimes.streamed.arena import Arena
+from poros_runtimes.streamed.streams import own_stream
 
 __all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "make_lane"]
 
@@ -84,8 +85,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream: Any = own_stream(self, device)
         self._waits: deque[tuple[Any, Any]] = deque()
         self._stalled = 0.0
 

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -546,6 +547,9 @@ class FunctionCapturer:
             replay = staticmethod(body)
 
         return Again
+
+    def lent(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def settle(self) -> None:
         """Nothing was lent."""
