@@ -185,7 +185,8 @@ class GraphExecutor:
         try:
             with self._capturer.lent():
                 found = self._eager.backward(call, inputs, wanted, gradients)
-            return [None if gradient is None else gradient.clone() for gradient in found]
+            with self._first():
+                return [None if gradient is None else gradient.clone() for gradient in found]
         finally:
             found = []
             self._capturer.settle()
