@@ -19,6 +19,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from poros_core.configs import auto_class
 from poros_core.errors import CheckpointError, SettingsError
 from poros_loaders.checkpoint import few
+from poros_loaders.skeleton import NoInitOfMeta
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,12 +125,12 @@ def check_shapes(request: LoadRequest, config: Any) -> None:
         request.path, trust_remote_code=request.trust_remote_code
     )
     model_class = getattr(transformers, auto_class(model_config.to_dict()))
-    with torch.device("meta"):
+    quantizer = Bnb4BitHfQuantizer(config, pre_quantized=False)
+    with torch.device("meta"), NoInitOfMeta():
         skeleton = model_class.from_config(
             model_config, trust_remote_code=request.trust_remote_code
         )
-    quantizer = Bnb4BitHfQuantizer(config, pre_quantized=False)
-    quantizer.preprocess_model(skeleton, device_map={"": "cpu"})
+        quantizer.preprocess_model(skeleton, device_map={"": "cpu"})
     odd = [
         f"{name} ({module.in_features})"
         for name, module in skeleton.named_modules()
@@ -186,7 +187,7 @@ def check_quantised(
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     config = copy.deepcopy(model.config)
     del config.quantization_config
-    with torch.device("meta"):
+    with torch.device("meta"), NoInitOfMeta():
         skeleton = type(model)(config)
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     for path, module in skeleton.named_modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ def load_checked(
     device: int | str,
     dtype: torch.dtype | str,
     quantization_config: Any = None,
+    building: contextlib.ExitStack | None = None,
 ) -> nn.Module:
     """Load with ``from_pretrained`` and insist that checkpoint and model fit key for key.
 
@@ -90,22 +92,28 @@ def load_checked(
         device: where weights are put, as a device map's value.
         dtype: dtype of what is not quantised, or ``"auto"``.
         quantization_config: for Transformers, or None for what the checkpoint says.
+        building: holds what is needed only until the model is built without its weights; whoever
+            learns of that moment may close it then.
 
     Raises:
         CheckpointError: keys are missing, unexpected, or of another shape.
     """
+    from poros_loaders.skeleton import NoInitOfMeta
+
     extra = {} if quantization_config is None else {"quantization_config": quantization_config}
-    model, info = _model_class(request).from_pretrained(
-        request.path,
-        dtype=dtype,
-        device_map={"": device},
-        trust_remote_code=request.trust_remote_code,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # so that all of them are listed below, as an error
-        output_loading_info=True,
-        **extra,
-        **request.from_pretrained,
-    )
+    with building or contextlib.ExitStack() as stack:
+        stack.enter_context(NoInitOfMeta())
+        model, info = _model_class(request).from_pretrained(
+            request.path,
+            dtype=dtype,
+            device_map={"": device},
+            trust_remote_code=request.trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # so that all of them are listed below, as an error
+            output_loading_info=True,
+            **extra,
+            **request.from_pretrained,
+        )
     _check_keys(request, info)
     loaded: nn.Module = model
     return loaded

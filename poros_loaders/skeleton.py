@@ -36,8 +36,9 @@ _DTYPES = {
 
 
 class NoInitOfMeta(TorchFunctionMode):
-    """While it is entered, this thread initialises no tensor that has no memory. bitsandbytes'
-    layers would be drawn at random one by one, and nothing would come of it but time."""
+    """While it is entered, this thread initialises no tensor that has no memory. Layers of a model
+    that is being built would be drawn at random one by one, and nothing would come of it but time.
+    """
 
     def __torch_function__(
         self,

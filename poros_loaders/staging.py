@@ -33,7 +33,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_core.finite import FiniteCheck
 from poros_loaders.pretrained import load_checked
-from poros_loaders.skeleton import NoInitOfMeta, empty_weight
+from poros_loaders.skeleton import empty_weight
 from poros_loaders.stage import Stage
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ def load_staged(
         else:
             stage, operation = None, _empty_operation(noted, failures)
 
+        building = contextlib.ExitStack()
+
         def begin(skeleton: Any) -> None:
+            building.close()
             shapes.update((n, tensor.shape) for n, tensor in skeleton.state_dict().items())
             if stage is not None:
                 stage.begin(skeleton)
@@ -90,7 +93,11 @@ def load_staged(
         quantization_config.quant_method = name
         try:
             model = load_checked(
-                request, device="cpu", dtype=dtype, quantization_config=quantization_config
+                request,
+                device="cpu",
+                dtype=dtype,
+                quantization_config=quantization_config,
+                building=building,
             )
         except RuntimeError:
             if failures:  # Transformers reports a failed conversion without its cause
@@ -178,8 +185,7 @@ def _quantizer(operation: type[Any], begin: Callable[[Any], None]) -> type[Any]:
             quantization_config.quant_method = QuantizationMethod.BITS_AND_BYTES
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            with NoInitOfMeta():
-                super()._process_model_before_weight_loading(model, **kwargs)
+            super()._process_model_before_weight_loading(model, **kwargs)
             begin(model)
 
         def get_quantize_ops(self) -> Any:
