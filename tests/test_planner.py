@@ -691,7 +691,7 @@ def test_the_command(cli: Cli, seven: str) -> None:
     assert rows["arena"] == "1.09 GB (slots 0.26 GB and head 1.09 GB, in turn)"
     assert rows["host memory"].startswith("5.85 GB, page-locked (layers 3.67 GB")
     assert "set by link" in rows["step, all streams"]
-    assert rows["step, with the budget"].startswith("14 of 28 layers stay on the card: ")
+    assert rows["step, with the budget"].startswith("15 of 28 layers stay on the card: ")
     assert "It loads and trains." in out
     assert "The longest sequence that fits so has" in out
 

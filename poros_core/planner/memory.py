@@ -10,9 +10,10 @@ fused, one temporary are there, and nothing of the forward. At a few hundred tok
 [Note: What graphs add]
 Slots and head take turns in one arena, and while layers compute, graphs keep their temporaries in
 what the head has beyond the slots. Only what does not fit there takes memory of its own, and keeps
-it, since a graph's addresses are fixed. Before they are captured, in the first step or two, the
-arena has no room for temporaries; that is the peak where nothing else is large, as when the
-optimizer's state is on the host.
+it, since a graph's addresses are fixed. Before they are captured, in the first step or two, a
+block's temporaries lie there too, but in pieces. In the first optimizer step the state comes into
+being, on the device also where it is to be on the host: that is the peak where nothing else is
+large.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = [
 CONTEXT_BYTES = 800_000_000
 """What the driver takes for a process with a CUDA context, libraries and loaded kernels: its figure
 less reserved memory of a plain run without graphs, in the cost records of an H200."""
-_GRAPHS_BYTES = 100_000_000
+_GRAPHS_BYTES = 40_000_000
 _GRAPH_BYTES = 650_000
 """Driver memory that captured graphs take beside that, all of them and each; a block has two.
 Fitted to the cost records."""
@@ -49,8 +50,8 @@ _SLACK = 0.115
 """What the allocator reserves beyond what is allocated and what a loop holds, as a share of all but
 the arena: 2 to 11 % in the cost records."""
 _EAGER = 2.45
-"""What a block's backward reserves before it is captured, in pieces of a pool that goes with the
-step, over what it needs: 2.3 and 2.4 in the cost records with the optimizer's state on the host."""
+"""What the backward of a block that is not captured yet reserves, in pieces, over what it needs:
+2.3 and 2.4 where all of it was outside of the arena."""
 _RING = 3
 """Buffers of the ring; as in ``poros_core.ring``, which needs torch. A test holds them together."""
 _ADAM, _FLOAT, _HALF = 8, 4, 2
@@ -132,15 +133,17 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
     held = _HALF * run.tokens * weights.vocabulary if run.loss_chunk is None else 0
     gradients = _FLOAT * weights.adapter_count(run.rank)
     before = sum(standing.values()) - standing["optimizer"] + gradients + held
+    made = round((1 + _SLACK) * _ADAM * weights.adapter_count(run.rank))
+    outside = max(0, workspace - room) if run.graphs else 0
     return Memory(
         moment=moment,
         components={k: v for k, v in (standing | moments[moment]).items() if v},
         slots=regions.slot_bytes,
         head=weights.head_bytes,
-        graph_workspace=max(0, workspace - room) if run.graphs else 0,
+        graph_workspace=outside,
         graphs=_GRAPHS_BYTES + 2 * blocks * _GRAPH_BYTES if run.graphs else 0,
         held=held,
-        first=round(before + _EAGER * workspace) if run.graphs else 0,
+        first=before + max(made, round(_EAGER * outside)) if run.graphs else 0,
     )
 
 
