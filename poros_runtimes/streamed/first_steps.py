@@ -5,9 +5,10 @@ What a first step frees, the allocator keeps, and what comes into being then and
 state, workspaces) takes room inside of it: pieces of the size of logits, or of a layer's
 temporaries, come to be held by little, and later steps reserve as much again. So in the first two
 steps cached memory is given back wherever a step turns: from layers to the loss, from the loss to
-the layers, to the optimizer, and to the next forward. Between two turns, blocks that run eagerly
-because they were not seen before draw from a pool that ends with the turn. What stays in the end
-lies close together, and what comes and goes in every step finds the pieces of the step before.
+the layers, to the optimizer, and to the next forward. Between two turns, the forward of blocks that
+were not seen before, and the gradients that their backward hands out, draw from a pool that ends
+with the turn. What stays in the end lies close together, and what comes and goes in every step
+finds the pieces of the step before.
 """
 
 from __future__ import annotations
