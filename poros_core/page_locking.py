@@ -4,7 +4,8 @@
 What page-locking waits for is that memory is made: the system finds pages and clears them, one by
 one. So memory that will be page-locked is private and asks for huge pages of 2 MiB;
 shared memory gets them only where an administrator allowed it. Several threads make a large
-stretch.
+stretch. They write to every page: a call that makes many pages at once (``MADV_POPULATE_WRITE``)
+keeps the process from mapping anything, and so from starting a thread, until it is done.
 
 Linux copies page-locked private pages for every child that a process forks. A child that shares
 CUDA memory cannot use it anyway, so the stretch is wiped there instead: a child reads zeros from
@@ -13,6 +14,7 @@ it, and its parent's pages stay where the device reads them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -31,13 +33,12 @@ _HUGEPAGE = 14
 """``MADV_HUGEPAGE`` (madvise(2)): make huge pages of a range where they fit."""
 _WIPEONFORK = 18
 """``MADV_WIPEONFORK`` (madvise(2), Linux 4.14): zeros for a child, and no copies."""
-_POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE`` (madvise(2), Linux 5.14): make all pages of a range now."""
 _REGISTER_PORTABLE_MAPPED = 0x01 | 0x02
 """``cudaHostRegisterPortable | cudaHostRegisterMapped`` (CUDA runtime API, memory management)."""
 
 _PIECE = 32 << 20
-"""Bytes that a thread makes at once; a multiple of a huge page."""
+"""Bytes that a thread makes at once; a multiple of a huge page, and few enough that torch needs no
+threads of its own for them."""
 _THREADS = 8
 
 
@@ -54,26 +55,23 @@ def lockable_memory(nbytes: int) -> mmap.mmap:
         OSError: it cannot be had.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for advice in (_HUGEPAGE, _WIPEONFORK):  # a system that knows them not is slower, no more
-        _advise(address, nbytes, advice)
+    for advice in (_HUGEPAGE, _WIPEONFORK):
+        with contextlib.suppress(OSError):  # a system that knows them not is slower, no more
+            memory.madvise(advice)
     return memory
 
 
 def populate(pointer: int, nbytes: int) -> None:
-    """Have all pages of a stretch made now, while other threads run and CUDA is free. Where the
-    system cannot, page-locking does it."""
-
-    def one(begin: int) -> None:
-        _advise(pointer + begin, min(_PIECE, nbytes - begin), _POPULATE_WRITE)
-
-    begins = range(0, nbytes, _PIECE)
-    if len(begins) <= makers():  # the threads that make other stretches are enough
-        for begin in begins:
-            one(begin)
+    """Have all pages of a new stretch made now, while other threads run and CUDA is free."""
+    memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
+    one_a_page = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE] if nbytes else None
+    pieces = () if one_a_page is None else one_a_page.split(_PIECE // mmap.PAGESIZE)
+    if len(pieces) <= makers():  # the threads that make other stretches are enough
+        for piece in pieces:
+            piece.zero_()
         return
     with ThreadPoolExecutor(makers(), thread_name_prefix="poros-populate") as pool:
-        list(pool.map(one, begins))
+        list(pool.map(torch.Tensor.zero_, pieces))
 
 
 def lock(pointer: int, nbytes: int, device: torch.device) -> Callable[[], None]:
@@ -107,8 +105,3 @@ def _unlock(runtime: Any, pointer: int, device: torch.device, process: int) -> N
         torch.cuda.synchronize(device)
     finally:
         runtime.cudaHostUnregister(pointer)
-
-
-def _advise(pointer: int, nbytes: int, advice: int) -> int:
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    return int(madvise(ctypes.c_void_p(pointer), ctypes.c_size_t(nbytes), advice))
