@@ -32,6 +32,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_core.finite import FiniteCheck
+from poros_loaders.code_table import one_table
 from poros_loaders.pretrained import load_checked
 from poros_loaders.skeleton import empty_weight
 from poros_loaders.stage import Stage
@@ -75,6 +76,7 @@ def load_staged(
     stage: Stage | None
     with contextlib.ExitStack() as stack:
         if noted is None:
+            stack.enter_context(one_table())
             stage = stack.enter_context(Stage(request, finite))
             stage.foresee(dtype, quantization_config)
             operation = _staged_operation(stage, failures)

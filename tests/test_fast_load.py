@@ -11,11 +11,13 @@ import os
 import random
 import resource
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from helpers_checkpoint import CPU, TINY, request, strategy, write_checkpoint
@@ -47,6 +49,7 @@ from poros_core.switching import short_turns
 from poros_families.qwen2 import QWEN2
 from poros_loaders import weight_reader
 from poros_loaders.checkpoint import read_checkpoint
+from poros_loaders.code_table import one_table
 from poros_loaders.estimate import layer_matrices, unit_sizes
 from poros_loaders.skeleton import NoInitOfMeta
 
@@ -393,3 +396,48 @@ def test_layers_that_keep_their_weight_transposed(tmp_path: Path) -> None:
     assert tuple(state.shape) == (192, 64)
     manifests = [tensor_manifest(model) for model in models]
     assert manifests[0] == manifests[1] == manifests[2]
+
+
+class TestOneTable:
+    def test_it_is_built_once_a_load_and_never_shared(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        built: list[Any] = []
+        build = bnb.functional.get_4bit_type
+
+        def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            built.append(args)
+            return build(*args, **kwargs)
+
+        monkeypatch.setattr(bnb.functional, "get_4bit_type", counted)
+        write_checkpoint(tmp_path)
+        model = strategy("nf4", "streamed").load(request(tmp_path))
+        codes = [
+            module.weight.quant_state.code
+            for module in model.modules()
+            if isinstance(module, bnb.nn.Linear4bit)
+        ]
+        assert len(codes) > 1 == len(built)
+        assert len({code.data_ptr() for code in codes}) == len(codes)
+        assert all(code.equal(build("nf4", device="cpu")) for code in codes)
+        assert bnb.functional.get_4bit_type is counted
+
+    def test_two_loads_at_once_put_it_back(self) -> None:
+        build = bnb.functional.get_4bit_type
+        entered = [threading.Event(), threading.Event()]
+
+        def load() -> None:
+            with one_table():
+                entered[0].set()
+                assert entered[1].wait(10)
+                bnb.functional.get_4bit_type("nf4", device=CPU)
+
+        other = threading.Thread(target=load)
+        with one_table():
+            other.start()
+            assert entered[0].wait(10)
+        assert bnb.functional.get_4bit_type is not build
+        assert bnb.functional.get_4bit_type("nf4", device=CPU).equal(build("nf4", device=CPU))
+        entered[1].set()
+        other.join()
+        assert bnb.functional.get_4bit_type is build
