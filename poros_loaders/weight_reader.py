@@ -8,6 +8,10 @@ says that the copy is done. A buffer is taken and its piece is chosen in one ste
 piece that is missing always has a buffer, and nothing can wait for ever. A weight that is asked for
 out of turn is not given, and whoever asks takes it from where else it stands; weights that were
 passed over are dropped. So a wrong order costs time only.
+
+Every piece is a turn of the interpreter taken from the main thread, and so is every thread that
+wakes in vain. So one buffer wakes one reader, and only the piece that is waited for wakes whoever
+waits.
 """
 
 from __future__ import annotations
@@ -125,7 +129,10 @@ class WeightReader:
         self._free = deque(_Buffer() for _ in range(buffers))
         self._stopped = False
         self._failure: Exception | None = None
-        self._changed = threading.Condition()
+        self._awaited = -1  # the piece that somebody waits for
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)  # a buffer is free, or there is nothing to do
+        self._arrived = threading.Condition(self._lock)  # the awaited piece was read
         self._handles: dict[Path, int] = {}
         count = threads or min(_THREADS, os.cpu_count() or 1)
         self._threads = [
@@ -142,9 +149,9 @@ class WeightReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._changed:
+        with self._lock:
             self._stopped = True
-            self._changed.notify_all()
+            self._room.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -207,17 +214,18 @@ class WeightReader:
 
     def _drop(self, until: int) -> None:
         """Pass over the pieces before one."""
-        with self._changed:
+        with self._lock:
             begun = min(self._next, until)
-            self._next = max(self._next, until)
+            self._take(until)
         for number in range(self._head, begun):
             self._put_back(self._taken(number))
         self._head = until
 
     def _taken(self, number: int) -> _Buffer:
         """Wait for a piece, and return the buffer that it is in."""
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._read)
+        with self._lock:
+            self._awaited = number
+            self._arrived.wait_for(lambda: number in self._read)
             found = self._read.pop(number)
         if isinstance(found, Exception):
             self._failure = found
@@ -225,28 +233,36 @@ class WeightReader:
         return found
 
     def _put_back(self, buffer: _Buffer) -> None:
-        with self._changed:
+        with self._lock:
             self._free.append(buffer)
-            self._changed.notify_all()
+            self._room.notify()
+
+    def _take(self, until: int) -> None:
+        """Note that the pieces before one are somebody's, and let readers go if those are all."""
+        self._next = max(self._next, until)
+        if self._over():
+            self._room.notify_all()
+
+    def _over(self) -> bool:
+        return self._stopped or self._next >= len(self._pieces)
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._stopped or self._free or self._next >= len(self._pieces)
-                )
-                if self._stopped or self._next >= len(self._pieces):
+            with self._lock:
+                self._room.wait_for(lambda: self._over() or self._free)
+                if self._over():
                     return
                 number, buffer = self._next, self._free.popleft()
-                self._next += 1
+                self._take(number + 1)
             found: _Buffer | Exception = buffer
             try:
                 self._fill(buffer, self._pieces[number])
             except Exception as error:
                 found = error
-            with self._changed:
+            with self._lock:
                 self._read[number] = found
-                self._changed.notify_all()
+                if number == self._awaited:
+                    self._arrived.notify()
 
     def _fill(self, buffer: _Buffer, piece: _Piece) -> None:
         if buffer.memory is None:
@@ -267,7 +283,7 @@ class WeightReader:
             return HostBuffer(self._piece, device=self._device, locked=False)
 
     def _open(self, file: Path) -> int:
-        with self._changed:
+        with self._lock:
             if file not in self._handles:
                 self._handles[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             return self._handles[file]
