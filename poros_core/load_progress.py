@@ -9,8 +9,12 @@ before the load is subtracted. The peak is the highest of samples that are 20 ms
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -21,7 +25,9 @@ from attrs import frozen
 __all__ = ["LoadMeter", "LoadObserver", "LoadReport", "SilentObserver", "host_memory"]
 
 _STATUS = Path("/proc/self/status")
-_COUNTED = ("RssAnon:", "RssShmem:")
+_STATUS_BYTES = 1 << 16
+_COUNTED = re.compile(rb"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+_KINDS = 2
 _EVERY_S = 0.02
 
 
@@ -90,12 +96,28 @@ class SilentObserver:
 
 def host_memory() -> int | None:
     """Return this process's host memory; see [Note: Host memory of a load]."""
+    with _status() as handle:
+        return _counted(handle)
+
+
+@contextlib.contextmanager
+def _status() -> Iterator[int | None]:
+    """Open what the system says of this process; None where it says nothing."""
     try:
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
+        handle = os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(_COUNTED)]
-    return sum(found) if len(found) == len(_COUNTED) else None
+        yield None
+        return
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _counted(handle: int | None) -> int | None:
+    content = b"" if handle is None else os.pread(handle, _STATUS_BYTES, 0)
+    found = _COUNTED.findall(content)
+    return sum(map(int, found)) * 1024 if len(found) == _KINDS else None
 
 
 class LoadMeter:
@@ -145,8 +167,9 @@ class LoadMeter:
         )
 
     def _sample(self) -> None:
-        while not self._stop.wait(_EVERY_S):
-            self._peak = max(self._peak, host_memory() or 0)
+        with _status() as handle:  # kept open: every call takes a turn from the thread that loads
+            while not self._stop.wait(_EVERY_S):
+                self._peak = max(self._peak, _counted(handle) or 0)
 
     def _device_bytes(self) -> tuple[int, int]:
         if self._device.type != "cuda":

@@ -63,9 +63,10 @@ def lockable_memory(nbytes: int) -> mmap.mmap:
 
 def populate(pointer: int, nbytes: int) -> None:
     """Have all pages of a new stretch made now, while other threads run and CUDA is free."""
-    memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
-    one_a_page = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE] if nbytes else None
-    pieces = () if one_a_page is None else one_a_page.split(_PIECE // mmap.PAGESIZE)
+    if not nbytes:
+        return
+    memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), dtype=torch.uint8)
+    pieces = [memory[at : at + _PIECE : mmap.PAGESIZE] for at in range(0, nbytes, _PIECE)]
     if len(pieces) <= makers():  # the threads that make other stretches are enough
         for piece in pieces:
             piece.zero_()

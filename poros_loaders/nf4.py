@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from poros_core.packing_strategy import BaseSizes
     from poros_core.protocols import LoadRequest, TensorRef, WeightCodec
+    from poros_loaders.checkpoint import Checkpoint
 
 __all__ = ["NF4", "Nf4Codec", "Nf4Standard", "Nf4Streamed"]
 
@@ -142,11 +143,13 @@ class Nf4Streamed:
         reason = self.cannot(request)
         if reason is not None:
             raise SettingsError(f"Strategy 'streamed' cannot load this: {reason}. Use 'standard'.")
-        config = _check(request)
+        checkpoint, config = _check(request)
         dtype = _dtype(request)
         if config is None:
             return _finish(request, load_checked(request, device="cpu", dtype=dtype))
-        model, shapes = load_staged(request, dtype=dtype, quantization_config=config)
+        model, shapes = load_staged(
+            request, dtype=dtype, quantization_config=config, checkpoint=checkpoint
+        )
         return _finish(request, model, shapes=shapes)
 
     def load_resident(self, request: LoadRequest) -> nn.Module:
@@ -189,7 +192,7 @@ class Nf4Standard:
             CheckpointError: the checkpoint is damaged or does not fit.
             SettingsError: the quantisation asked for is not NF4.
         """
-        config = _check(request)
+        _, config = _check(request)
         model = load_checked(
             request,
             device=placement(request.device),
@@ -223,10 +226,11 @@ def _dtype(request: LoadRequest) -> torch.dtype | str:
     return "auto" if request.dtype is None else request.dtype
 
 
-def _check(request: LoadRequest) -> Any:
+def _check(request: LoadRequest) -> tuple[Checkpoint, Any]:
     """Check everything that can be checked before a weight is read.
 
-    Returns: the config to quantise with; None if the checkpoint is quantised already.
+    Returns: the headers, and the config to quantise with; None if the checkpoint is quantised
+    already.
     """
     from poros_loaders.bnb_config import check_shapes, for_checkpoint
     from poros_loaders.checkpoint import read_checkpoint
@@ -235,7 +239,7 @@ def _check(request: LoadRequest) -> Any:
     checkpoint = read_checkpoint(request.path)
     config = for_checkpoint(request, checkpoint)
     check_shapes(request, config)
-    return config
+    return checkpoint, config
 
 
 def _finish(
@@ -296,19 +300,22 @@ def _describe(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _skeleton(request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
-    from poros_loaders.checkpoint import read_checkpoint
     from poros_loaders.skeleton import settle_dtype, uncast_dtype
     from poros_loaders.staging import load_staged
 
-    config = _check(request)
+    checkpoint, config = _check(request)
     noted = described["dtype"]
-    dtype = uncast_dtype(read_checkpoint(request.path), _dtype(request), noted=noted)
+    dtype = uncast_dtype(checkpoint, _dtype(request), noted=noted)
     shapes = None
     if config is None:
         model = load_checked(request, device="cpu", dtype=_dtype(request))
     else:
         model, shapes = load_staged(
-            request, dtype=dtype, quantization_config=config, noted=described["weights"]
+            request,
+            dtype=dtype,
+            quantization_config=config,
+            checkpoint=checkpoint,
+            noted=described["weights"],
         )
     settle_dtype(model, noted=noted)
     return _finish(request, model, shapes=shapes)

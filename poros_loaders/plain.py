@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from poros_core.errors import CheckpointError, SettingsError
-from poros_loaders.checkpoint import read_checkpoint
+from poros_loaders.checkpoint import Checkpoint, read_checkpoint
 from poros_loaders.pretrained import (
     check_arguments,
     load_checked,
@@ -151,7 +151,7 @@ def _dtype(request: LoadRequest) -> torch.dtype:
     return torch.bfloat16 if request.dtype is None else request.dtype
 
 
-def _check(request: LoadRequest) -> None:
+def _check(request: LoadRequest) -> Checkpoint:
     check_arguments(request)
     if request.quantization_config is not None:
         raise SettingsError(
@@ -166,15 +166,15 @@ def _check(request: LoadRequest) -> None:
             "precision='bf16' cannot be had from it. Use precision='nf4' if it is a bitsandbytes "
             "NF4 checkpoint, or give the unquantised checkpoint."
         )
+    return checkpoint
 
 
 def _cache_key(request: LoadRequest) -> Mapping[str, Any]:
     from poros_loaders.cache_key import request_key
 
-    _check(request)
     return request_key(
         request,
-        read_checkpoint(request.path),
+        _check(request),
         precision=PLAIN.name,
         dtype=_dtype(request),
         quantization=None,
@@ -197,9 +197,9 @@ def _describe(model: nn.Module) -> Mapping[str, Any]:
 def _skeleton(request: LoadRequest, described: Mapping[str, Any]) -> nn.Module:
     from poros_loaders.skeleton import settle_dtype, uncast_dtype
 
-    _check(request)
+    checkpoint = _check(request)
     noted = described["dtype"]
-    dtype = uncast_dtype(read_checkpoint(request.path), _dtype(request), noted=noted)
+    dtype = uncast_dtype(checkpoint, _dtype(request), noted=noted)
     model = load_checked(request, device="cpu", dtype=dtype)
     settle_dtype(model, noted=noted)
     mark_device(model, request.device)

@@ -58,7 +58,8 @@ class ReadAhead:
         """Note that so many bytes more were looked at."""
         with self._changed:
             self._seen += nbytes
-            self._changed.notify()
+            if self._has_room():
+                self._changed.notify()
 
     def _run(self) -> None:
         for file in self._files:
@@ -78,5 +79,8 @@ class ReadAhead:
     def _may_ask(self) -> bool:
         """Wait until there is room in the window; return False if reading ahead is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self.asked - self._seen < self._window)
+            self._changed.wait_for(lambda: self._stopped or self._has_room())
             return not self._stopped
+
+    def _has_room(self) -> bool:
+        return self.asked - self._seen < self._window

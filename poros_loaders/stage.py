@@ -11,7 +11,6 @@ import torch
 
 from poros_core.file_tensors import LARGE, FileSpan
 from poros_core.landing import give_back_free_memory, room_for
-from poros_loaders.checkpoint import Checkpoint, read_checkpoint
 from poros_loaders.estimate import layer_matrices, quantised_bytes, unit_sizes
 from poros_loaders.read_ahead import ReadAhead
 from poros_loaders.weight_reader import Extent, WeightReader
@@ -19,6 +18,7 @@ from poros_loaders.weight_reader import Extent, WeightReader
 if TYPE_CHECKING:
     from poros_core.finite import FiniteCheck
     from poros_core.protocols import LoadRequest
+    from poros_loaders.checkpoint import Checkpoint
 
 __all__ = ["Stage"]
 
@@ -32,13 +32,13 @@ _DTYPES = {
 class Stage:
     """Brings weights to the device and what comes of them back, while it is entered."""
 
-    def __init__(self, request: LoadRequest, finite: FiniteCheck) -> None:
+    def __init__(self, request: LoadRequest, checkpoint: Checkpoint, finite: FiniteCheck) -> None:
         self._device = request.device
         self._land = request.land or torch.Tensor.cpu
         self._berths = request.berths
         self._advance = request.advance or (lambda nbytes: None)
         self._finite = finite
-        self._checkpoint = read_checkpoint(request.path)
+        self._checkpoint = checkpoint
         self._reader = WeightReader(request.device)
         self._foreseen: list[Extent] = []
         self._ahead = ReadAhead(sorted(self._checkpoint.files))

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from poros_core.protocols import LoadRequest
+    from poros_loaders.checkpoint import Checkpoint
 
 __all__ = ["load_staged"]
 
@@ -52,6 +53,7 @@ def load_staged(
     *,
     dtype: torch.dtype | str,
     quantization_config: Any,
+    checkpoint: Checkpoint,
     noted: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, dict[str, torch.Size]]:
     """Load with every quantised weight staged on ``request.device``. See the module's note.
@@ -60,6 +62,7 @@ def load_staged(
         request: what is loaded.
         dtype: dtype of what is not quantised, or ``"auto"``.
         quantization_config: a ``BitsAndBytesConfig`` that the model may keep.
+        checkpoint: its headers.
         noted: what a packed base notes of its quantised weights: they are then left empty, and
             none is read.
 
@@ -77,7 +80,7 @@ def load_staged(
     with contextlib.ExitStack() as stack:
         if noted is None:
             stack.enter_context(one_table())
-            stage = stack.enter_context(Stage(request, finite))
+            stage = stack.enter_context(Stage(request, checkpoint, finite))
             stage.foresee(dtype, quantization_config)
             operation = _staged_operation(stage, failures)
         else:
