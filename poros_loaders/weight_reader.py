@@ -4,10 +4,11 @@
 Threads read the weights that will be quantised, in the order in which they will be asked for, in
 pieces, into a ring of page-locked buffers. Whoever asks for a weight gets its pieces one after the
 other; each is copied to the device without a wait, and its buffer is filled again once an event
-says that the copy is done. A buffer is taken and its piece is chosen in one step, so the oldest
-piece that is missing always has a buffer, and nothing can wait for ever. A weight that is asked for
-out of turn is not given, and whoever asks takes it from where else it stands; weights that were
-passed over are dropped. So a wrong order costs time only.
+says that the copy is done, or given up if nothing is left to be read. A buffer is taken and its
+piece is chosen in one step, so the oldest piece that is missing always has a buffer, and nothing
+can wait for ever. A weight that is asked for out of turn is not given, and whoever asks takes it
+from where else it stands; weights that were passed over are dropped. So a wrong order costs time
+only.
 
 Every piece is a turn of the interpreter taken from the main thread, and so is every thread that
 wakes in vain. So one buffer wakes one reader, and only the piece that is waited for wakes whoever
@@ -131,7 +132,7 @@ class WeightReader:
         self._failure: Exception | None = None
         self._awaited = -1  # the piece that somebody waits for
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)  # a buffer is free, or there is nothing to do
+        self._room = threading.Condition(self._lock)  # a buffer is free, or all is over
         self._arrived = threading.Condition(self._lock)  # the awaited piece was read
         self._handles: dict[Path, int] = {}
         count = threads or min(_THREADS, os.cpu_count() or 1)
@@ -216,7 +217,7 @@ class WeightReader:
         """Pass over the pieces before one."""
         with self._lock:
             begun = min(self._next, until)
-            self._take(until)
+            self._next = max(self._next, until)
         for number in range(self._head, begun):
             self._put_back(self._taken(number))
         self._head = until
@@ -237,32 +238,30 @@ class WeightReader:
             self._free.append(buffer)
             self._room.notify()
 
-    def _take(self, until: int) -> None:
-        """Note that the pieces before one are somebody's, and let readers go if those are all."""
-        self._next = max(self._next, until)
-        if self._over():
-            self._room.notify_all()
-
-    def _over(self) -> bool:
-        return self._stopped or self._next >= len(self._pieces)
-
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._room.wait_for(lambda: self._over() or self._free)
-                if self._over():
-                    return
-                number, buffer = self._next, self._free.popleft()
-                self._take(number + 1)
-            found: _Buffer | Exception = buffer
-            try:
-                self._fill(buffer, self._pieces[number])
-            except Exception as error:
-                found = error
-            with self._lock:
-                self._read[number] = found
-                if number == self._awaited:
-                    self._arrived.notify()
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Fill a free buffer, or give it up if nothing is left to be read."""
+        with self._lock:
+            self._room.wait_for(lambda: self._stopped or self._free)
+            if self._stopped:
+                return False
+            number, buffer = self._next, self._free.popleft()
+            if number >= len(self._pieces):
+                return True  # the buffer goes with this call: unlocking it takes a while
+            self._next += 1
+        found: _Buffer | Exception = buffer
+        try:
+            self._fill(buffer, self._pieces[number])
+        except Exception as error:
+            found = error
+        with self._lock:
+            self._read[number] = found
+            if number == self._awaited:
+                self._arrived.notify()
+        return True
 
     def _fill(self, buffer: _Buffer, piece: _Piece) -> None:
         if buffer.memory is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,17 @@ class TestWeightReader:
             for name in "012":
                 assert reader.give(name, torch.zeros(128, dtype=torch.uint8))
         assert waited == [1]
+
+    def test_buffers_are_given_up_as_soon_as_nothing_is_left_to_read(self, shard: Path) -> None:
+        with WeightReader(CPU, piece=128, buffers=3, threads=2) as reader:
+            buffers = [weakref.ref(buffer) for buffer in reader._free]
+            reader.begin(extents(shard))
+            for extent in extents(shard):
+                assert reader.give(extent.name, torch.zeros(extent.nbytes, dtype=torch.uint8))
+            until = time.monotonic() + 10
+            while any(buffer() is not None for buffer in buffers):
+                assert time.monotonic() < until
+                time.sleep(0.001)
 
 
 class TestBerths:
