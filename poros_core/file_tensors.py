@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +27,11 @@ LARGE = 1 << 20
 """Bytes from which it pays to read a tensor from its file."""
 
 _MAPS = Path("/proc/self/maps")
+_OF_FILES = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ ([1-9][0-9]*) +(/.*)$", re.MULTILINE
+)
+"""A line of ``/proc/self/maps`` (proc_pid_maps(5)) that is of a file: from where to where, offset,
+inode, path."""
 _PAGES = Path("/proc/self/pagemap")
 _PIECE = 32 << 20
 _THREADS = 4
@@ -51,20 +56,15 @@ class FileSpan:
     nbytes: int
 
 
-@frozen
-class _Mapping:
-    start: int
-    end: int
-    offset: int
-    inode: int
-    file: Path
-
-
 class MappedFiles:
     """The files that this process had mapped when this was made."""
 
     def __init__(self) -> None:
-        self._mappings = list(_mappings())
+        try:
+            found = _OF_FILES.findall(_MAPS.read_bytes())
+        except OSError:
+            found = []
+        self._mappings = [(int(start, 16), int(end, 16), rest) for start, end, *rest in found]
 
     def span_of(self, tensor: torch.Tensor) -> FileSpan | None:
         """Return where a tensor's bytes stand in a file; None if it is no view of one, or is not
@@ -72,18 +72,18 @@ class MappedFiles:
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.nbytes:
             return None
         pointer = tensor.data_ptr()
-        for found in self._mappings:
-            if found.start <= pointer and pointer + tensor.nbytes <= found.end:
-                break
-        else:
+        inside = (m for m in self._mappings if m[0] <= pointer and pointer + tensor.nbytes <= m[1])
+        mapping = next(inside, None)
+        if mapping is None:
             return None
+        start, _, (offset, inode, path) = mapping
+        file = Path(os.fsdecode(path))
         try:
-            if found.file.stat().st_ino != found.inode or _written(pointer, tensor.nbytes):
+            if file.stat().st_ino != int(inode) or _written(pointer, tensor.nbytes):
                 return None
         except OSError:
             return None
-        begin = found.offset + pointer - found.start
-        return FileSpan(file=found.file, begin=begin, nbytes=tensor.nbytes)
+        return FileSpan(file=file, begin=int(offset, 16) + pointer - start, nbytes=tensor.nbytes)
 
 
 def read_span(span: FileSpan, into: memoryview) -> None:
@@ -122,18 +122,6 @@ def _read(handle: int, span: FileSpan, at: int, into: memoryview) -> None:
                 "is damaged: fetch the checkpoint again."
             )
         done += count
-
-
-def _mappings() -> Iterable[_Mapping]:
-    try:
-        lines = _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        extent, _, offset, _, inode, *rest = line.split(None, 5)
-        if rest and rest[0].startswith("/") and inode != "0":
-            start, end = (int(part, 16) for part in extent.split("-"))
-            yield _Mapping(start, end, int(offset, 16), int(inode), Path(rest[0]))
 
 
 def _written(pointer: int, nbytes: int) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from poros_core.errors import CheckpointError
+from poros_core.host_store import UnitImage
+from poros_core.protocols import TensorRef
 
-__all__ = ["FiniteCheck"]
+__all__ = ["BaseCheck", "FiniteCheck"]
 
 _FEW = 5
 _CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -69,3 +72,35 @@ class FiniteCheck:
             f"infinite: {shown}{more}. Nothing can be trained on them: download the checkpoint "
             "again, or take the one before the run that wrote it diverged."
         )
+
+
+class BaseCheck:
+    """Finds weights of a loaded base that are not finite, unit by unit as they are placed. Packed
+    elements are no numbers; their scales are."""
+
+    def __init__(self, model: nn.Module, refs: Mapping[str, TensorRef]) -> None:
+        """Note what is to be looked at.
+
+        Args:
+            model: the model.
+            refs: every place of its parameters, by name; see ``packing.named_refs``.
+        """
+        plain = {(id(p), "data") for p in model.parameters() if type(p) is nn.Parameter}
+        self._finite = FiniteCheck()
+        self._left = {
+            ref.key: (name.removesuffix(":data").replace(":", "."), ref)
+            for name, ref in refs.items()
+            if ref.key in plain or ref.name != "data"
+        }
+
+    def look(self, image: UnitImage) -> None:
+        """Look at a unit that stands in host memory."""
+        for ref, tensor in image.true_tensors():
+            if ref.key in self._left:
+                self._finite.add(self._left.pop(ref.key)[0], tensor)
+
+    def refuse(self, path: Path) -> None:
+        """Look at the rest, and insist that all are finite; see ``FiniteCheck.refuse``."""
+        for title, ref in self._left.values():
+            self._finite.add(title, ref.get())
+        self._finite.refuse(path)

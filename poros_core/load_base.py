@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -19,7 +18,7 @@ from torch import nn
 
 from poros_core.berths import Berths
 from poros_core.errors import PrepareError, SettingsError
-from poros_core.finite import FiniteCheck
+from poros_core.finite import BaseCheck
 from poros_core.host_mode import HostChoice, HostMode, choose_host, read_limits
 from poros_core.host_store import HostStore
 from poros_core.landing import FileLanding, give_back_free_memory, land_in_memory
@@ -146,11 +145,17 @@ def _from_checkpoint(job: LoadJob, key: Mapping[str, Any] | None, choice: HostCh
         base = _planned(model, job, _store(job, choice))
         nbytes = sum(ref.get().nbytes for unit in base.plan.units() for ref in unit.refs)
         job.observer.stage("placing the base", nbytes)
+        check = BaseCheck(model, named_refs(model))
         place_units(
-            base.plan, base.store, berths=berths, staged=staged, advance=job.observer.advance
+            base.plan,
+            base.store,
+            berths=berths,
+            staged=staged,
+            advance=job.observer.advance,
+            placed=check.look,
         )
     _move_the_rest(base, job.request.device)
-    _check_finite(base, job.request.path)
+    check.refuse(job.request.path)
     if job.cache is not None and key is not None:
         _keep(base, job, job.cache, key)
     return base
@@ -174,7 +179,10 @@ def _mapped(
         described = job.strategy.describe(model)
         advance = job.observer.advance
         files = pack(base, writer=writer, mapped=True, advance=advance)
-        _check_finite(base, job.request.path)
+        check = BaseCheck(model, named_refs(model))
+        for image in base.store.images():
+            check.look(image)
+        check.refuse(job.request.path)
         writer.finish(*files, described)
     except (OSError, CacheRefusal) as error:
         if writer is not None:
@@ -270,20 +278,6 @@ def _move_the_rest(base: LoadedBase, device: torch.device) -> None:
         streamed={id(param) for unit in base.plan.units() for _, _, param in unit.places},
         device=device,
     )
-
-
-def _check_finite(base: LoadedBase, path: Path) -> None:
-    """Refuse weights that are not finite. Packed elements are no numbers; their scales are."""
-    plain = {(id(p), "data") for p in base.model.parameters() if type(p) is nn.Parameter}
-    placed = {
-        ref.key: tensor for image in base.store.images() for ref, tensor in image.true_tensors()
-    }
-    finite = FiniteCheck()
-    for name, ref in named_refs(base.model).items():
-        if ref.key in plain or ref.name != "data":
-            title = name.removesuffix(":data").replace(":", ".")
-            finite.add(title, placed[ref.key] if ref.key in placed else ref.get())
-    finite.refuse(path)
 
 
 def _settle(base: LoadedBase, job: LoadJob) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from poros_core.berths import Berths
 from poros_core.host_memory import HostBuffer, TensorEntry
-from poros_core.host_store import HostStore
+from poros_core.host_store import HostStore, UnitImage
 from poros_core.page_locking import makers
 from poros_core.plan import BlockPlan, Unit
 
@@ -24,6 +24,7 @@ def place_units(
     berths: Berths,
     staged: bool,
     advance: Callable[[int], None],
+    placed: Callable[[UnitImage], None],
 ) -> None:
     """Move every unit into the store: in its berth if it has one, else into a stretch of its own.
 
@@ -33,6 +34,8 @@ def place_units(
         berths: what was made for them beforehand.
         staged: leave layers pageable.
         advance: is told the bytes of each unit.
+        placed: is given each unit. Head and embeddings come first: whoever looks at all of their
+            bytes on a device does so while the layers are placed.
 
     Raises:
         PrepareError: host memory cannot be had or cannot be page-locked.
@@ -45,7 +48,8 @@ def place_units(
     def _staged(unit: Unit) -> bool:
         return staged and unit in plan.layers
 
-    units = deque(unit for unit in plan.units() if unit.refs)
+    tables = [unit for unit in plan.units() if unit not in plan.layers]
+    units = deque(unit for unit in (*tables, *plan.layers) if unit.refs)
     under_way: deque[tuple[Unit, Future[_LaidOut]]] = deque()
     workers = makers()
     with ThreadPoolExecutor(workers, thread_name_prefix="poros-place") as pool:
@@ -55,4 +59,6 @@ def place_units(
                 under_way.append((units[0], pool.submit(lay_out, units.popleft())))
             unit, laid_out = under_way.popleft()
             entries, buffer = laid_out.result()
-            advance(store.place(entries, buffer, staged=_staged(unit)).nbytes)
+            image = store.place(entries, buffer, staged=_staged(unit))
+            placed(image)
+            advance(image.nbytes)
