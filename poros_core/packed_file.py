@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import struct
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "CHUNK",
     "PAGE",
     "DamagedFile",
+    "OpenedFile",
     "PackedFile",
     "Piece",
     "check_packed",
@@ -45,6 +47,38 @@ _GAP = "gap"
 
 class DamagedFile(Exception):
     """A packed file is not what its record says; the text says how."""
+
+
+class OpenedFile:
+    """A file that several threads read; closed when nobody refers to it any more."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it.
+
+        Raises:
+            DamagedFile: it cannot be opened.
+        """
+        self._path = path
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DamagedFile(f"{path.name} cannot be read ({error.strerror})") from error
+        weakref.finalize(self, os.close, self._handle).atexit = False
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """Fill ``into`` with what stands after the first ``begin`` bytes.
+
+        Raises:
+            DamagedFile: the file ends too early, or cannot be read.
+        """
+        try:
+            while len(into):
+                count = os.preadv(self._handle, [into], begin)
+                if not count:
+                    raise DamagedFile(f"{self._path.name} ended while it was read")
+                into, begin = into[count:], begin + count
+        except OSError as error:
+            raise DamagedFile(f"{self._path.name} cannot be read ({error.strerror})") from error
 
 
 @frozen
@@ -136,18 +170,19 @@ def read_packed(path: Path, record: PackedFile, into: memoryview | None) -> None
     Raises:
         DamagedFile: it is missing, of another size, or holds other bytes.
     """
+    file = OpenedFile(path)
     digests = [
-        read_chunk(path, record, begin, None if into is None else into[begin : begin + CHUNK])
+        read_chunk(file, record, begin, None if into is None else into[begin : begin + CHUNK])
         for begin in range(0, record.nbytes, CHUNK)
     ]
     check_packed(path, record, digests)
 
 
-def read_chunk(path: Path, record: PackedFile, begin: int, into: memoryview | None) -> bytes:
+def read_chunk(file: OpenedFile, record: PackedFile, begin: int, into: memoryview | None) -> bytes:
     """Read and hash a stretch of a file's data: ``CHUNK`` bytes, or what is left.
 
     Args:
-        path: the file.
+        file: the file.
         record: what was recorded when it was written.
         begin: where the stretch begins in the data, a multiple of ``CHUNK``.
         into: where it goes; None only hashes.
@@ -156,18 +191,18 @@ def read_chunk(path: Path, record: PackedFile, begin: int, into: memoryview | No
         Its SHA-256, for ``check_packed``.
 
     Raises:
-        DamagedFile: the file is missing, or ends too early.
+        DamagedFile: the file ends too early, or cannot be read.
     """
     count = min(CHUNK, record.nbytes - begin)
     start = record.start + begin
     if into is not None:
-        _read(path, start, into[:count])
+        file.read(start, into[:count])
         return _sha256(into[:count])
     digest = hashlib.sha256()
     scratch = memoryview(bytearray(min(_SCRATCH, count)))
     for at in range(0, count, _SCRATCH):
         part = scratch[: min(_SCRATCH, count - at)]
-        _read(path, start + at, part)
+        file.read(start + at, part)
         digest.update(part)
     return digest.digest()
 
@@ -190,7 +225,7 @@ def check_packed(path: Path, record: PackedFile, digests: Sequence[bytes]) -> No
     if size != record.start + record.nbytes:
         raise DamagedFile(f"{path.name} has {size} bytes instead of {record.start + record.nbytes}")
     head = memoryview(bytearray(record.start))
-    _read(path, 0, head)
+    OpenedFile(path).read(0, head)
     if _root([_sha256(head), *digests]) != record.sha256:
         raise DamagedFile(f"{path.name} holds other bytes than were written")
 
@@ -258,18 +293,3 @@ def _row(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, 
 def _write_all(file: Any, data: memoryview) -> None:
     while len(data):
         data = data[file.write(data) :]
-
-
-def _read(path: Path, begin: int, into: memoryview) -> None:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while len(into):
-                count = os.preadv(handle, [into], begin)
-                if not count:
-                    raise DamagedFile(f"{path.name} ended while it was read")
-                into, begin = into[count:], begin + count
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise DamagedFile(f"{path.name} cannot be read ({error.strerror})") from error

@@ -12,7 +12,7 @@ from poros_core.host_memory import HostBuffer, HostMemory
 from poros_core.host_mode import HostMode
 from poros_core.mapped_buffer import MappedBuffer
 from poros_core.packed_entry import Entry
-from poros_core.packed_file import CHUNK, PackedFile, check_packed, read_chunk
+from poros_core.packed_file import CHUNK, OpenedFile, PackedFile, check_packed, read_chunk
 from poros_core.packing_strategy import LAYER
 
 __all__ = ["Reading", "begin_reading"]
@@ -66,6 +66,7 @@ def begin_reading(
         advance: is told the bytes of what was read, from those threads.
 
     Raises:
+        DamagedFile: the file cannot be opened.
         PrepareError: host memory cannot be had or page-locked.
     """
     staged = mode != "pinned" and record.unit.startswith(LAYER)
@@ -74,10 +75,12 @@ def begin_reading(
         buffer = HostBuffer(record.nbytes, device=device, locked=not staged)
     content = None if buffer is None else buffer.view()
 
+    file = OpenedFile(entry.folder / record.file)
+
     def read(begin: int) -> bytes:
         end = min(begin + CHUNK, record.nbytes)
         part = None if content is None else content[begin:end]
-        digest = read_chunk(entry.folder / record.file, record, begin, part)
+        digest = read_chunk(file, record, begin, part)
         advance(end - begin)
         return digest
 

@@ -38,6 +38,7 @@ from poros_core.host_memory import HostBuffer
 from poros_core.host_store import HostStore
 from poros_core.packed_file import (
     DamagedFile,
+    OpenedFile,
     Piece,
     check_packed,
     read_chunk,
@@ -345,7 +346,7 @@ class TestChunks:
                 read_packed(path, record, None)
         path.write_bytes(whole[:-1])
         with pytest.raises(DamagedFile, match="ended while it was read"):
-            read_chunk(path, record, 3000, None)
+            read_chunk(OpenedFile(path), record, 3000, None)
         with pytest.raises(DamagedFile, match="bytes instead of"):
             check_packed(path, record, [])
 
