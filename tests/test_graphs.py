@@ -27,10 +27,11 @@ from poros_families.gemma4 import GEMMA4
 from poros_families.qwen2 import QWEN2
 from poros_families.qwen3_5 import QWEN3_5
 from poros_runtimes.streamed.arena import GraphArena, PlainArena
-from poros_runtimes.streamed.buffers import Buffer, Pages, span_of
+from poros_runtimes.streamed.buffers import Buffer, Pages, copied, span_of
 from poros_runtimes.streamed.capture import CudaCapturer, LostGraphs
 from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry
 from poros_runtimes.streamed.graphs import SIGNATURES, GraphExecutor
+from poros_runtimes.streamed.pools import Pool, drawing
 from poros_runtimes.streamed.signature import layout_of
 from poros_runtimes.streamed.streams import own_stream
 
@@ -396,7 +397,8 @@ def test_an_arena_is_not_filled(device: torch.device) -> None:
 def test_what_runs_once_has_its_temporaries_in_the_arena() -> None:
     device = torch.device("cuda", 0)
     arena = GraphArena(64 << 20, kept=16 << 20, device=device)
-    capturer = CudaCapturer(arena, device=device)
+    lends = [True]
+    capturer = CudaCapturer(arena, device=device, lends=lambda: lends[0])
     start, held = arena.memory.data_ptr(), torch.cuda.memory_allocated()
     with capturer.lent():
         inside = torch.ones(20 << 20, dtype=torch.uint8, device=device)
@@ -411,9 +413,100 @@ def test_what_runs_once_has_its_temporaries_in_the_arena() -> None:
     assert outside.amin() == 1
     with capturer.lent():
         lasting = torch.ones(4 << 20, dtype=torch.uint8, device=device)
+    reserved = torch.cuda.memory_reserved()
     capturer.settle()
     assert not arena.shareable, "what lasts there must not be overwritten"
+    assert torch.cuda.memory_reserved() == reserved, "and nothing is allocated in its place"
     assert lasting.amin() == 1
+    del lasting
+    capturer.settle()
+    assert arena.shareable
+    lends[0] = False
+    with capturer.lent():
+        outside = torch.ones(20 << 20, dtype=torch.uint8, device=device)
+    assert not start <= outside.data_ptr() < start + (64 << 20)
+
+
+class Counted:
+    """Stands in for torch's pool, and says how many there are."""
+
+    made = 0
+    alive = 0
+
+    def __init__(self) -> None:
+        Counted.made, Counted.alive = Counted.made + 1, Counted.alive + 1
+        self.id = (0, Counted.made)
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+
+def test_no_pool_ends_while_somebody_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator would end the process."""
+    monkeypatch.setattr(torch.cuda, "MemPool", Counted)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: nullcontext())
+    device = torch.device("cuda", 0)
+    first, second, third = (Pool(device) for _ in range(3))
+    assert Counted.alive == 3
+    del first
+    assert Counted.alive == 2
+    with second.used():
+        del third
+        with drawing():
+            pass
+        assert Counted.alive == 2
+    assert Counted.alive == 1
+    with drawing():
+        del second
+        assert Counted.alive == 1
+    assert Counted.alive == 0
+
+
+@pytest.mark.gpu
+def test_a_pool_that_ends_while_another_is_drawn_from() -> None:
+    device = torch.device("cuda", 0)
+    first, second = Pool(device), Pool(device)
+    with first.used():
+        kept = torch.ones(1 << 22, device=device)
+    with second.used():
+        del first
+        assert torch.ones(1 << 22, device=device).sum() == 1 << 22
+    assert kept.sum() == 1 << 22
+
+
+def test_a_first_backward_that_finds_too_little_memory_in_the_arena() -> None:
+    class Short(FunctionCapturer):
+        @contextmanager
+        def lent(self) -> Iterator[None]:
+            yield
+            self.lendings += 1
+            raise torch.OutOfMemoryError("out of memory")
+
+    eager = eager_run(plain, CPU)
+    capturer = Short()
+    found = run(make(capturer=capturer), plain, CPU)
+    assert capturer.lendings == 4
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+
+
+def test_copies_have_the_strides_of_their_originals() -> None:
+    base = torch.randn(6, 8)
+    for tensor in (
+        base,
+        base.t(),
+        base[:, :1].expand(6, 5),
+        base[0].expand(3, 8),
+        base[:, ::2],
+        base[:0],
+        torch.tensor(2.0).expand(4, 4),
+    ):
+        copy = copied(tensor)
+        assert torch.equal(copy, tensor)
+        assert copy.stride() == tensor.stride()
+        assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    overlapping = base.flatten().as_strided((3, 3), (1, 1))
+    assert torch.equal(copied(overlapping), overlapping)
 
 
 @pytest.mark.gpu
@@ -421,6 +514,7 @@ def test_a_stream_goes_to_the_next_owner_and_not_to_two() -> None:
     class Owner:
         pass
 
+    gc.collect()
     device = torch.device("cuda", 0)
     owners = [Owner() for _ in range(3)]
     streams = [own_stream(owner, device) for owner in owners]
@@ -430,7 +524,6 @@ def test_a_stream_goes_to_the_next_owner_and_not_to_two() -> None:
     with torch.cuda.stream(streams[0]):
         assert torch.ones(8, device=device).sum().item() == 8
     del owners
-    gc.collect()
     last = Owner()
     assert own_stream(last, device).cuda_stream in handles
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from poros_core.workspaces import drop_workspaces
+from poros_runtimes.streamed.pools import Pool
 from poros_runtimes.streamed.streams import own_stream
 
 __all__ = ["Arena", "GraphArena", "PlainArena"]
@@ -45,7 +46,7 @@ class Arena(Protocol):
 
     @property
     def shareable(self) -> bool:
-        """Whether a unit may be copied into the part that graphs use. Once false, always false."""
+        """Whether a unit may be copied into the part that graphs use."""
         ...
 
     def used_by(self, stream: Any) -> None:
@@ -115,7 +116,7 @@ class GraphArena:
         """
         self._device = device
         self.stream: Any = own_stream(self, device)
-        self.pool: Any = torch.cuda.MemPool()
+        self.pool = Pool(device)
         self._blocks = _Blocks()
         self._blocks.streams.append(torch.cuda.current_stream(device))  # layers compute there
         weakref.finalize(self, _Blocks.free, self._blocks).atexit = False
@@ -160,24 +161,30 @@ class GraphArena:
         self.shareable = self._take_back()
         return None
 
+    @property
+    def room(self) -> int:
+        """Bytes that can be lent."""
+        return self._rest if self.shareable and self._rest >= _SMALL else 0
+
     def lend(self) -> None:
-        """Free what lies beyond the slots, for a graph that is about to be captured."""
+        """Free what lies beyond the slots, for work that has its temporaries there."""
         self._blocks.rest = None
 
     def settle(self) -> None:
-        """Take back what was lent. If something that the capture allocated is still alive there,
-        the part is left to the graphs for good, and ``shareable`` turns false."""
+        """Take back what was lent. If something that was allocated there is still alive, the part
+        is left to the graphs, and ``shareable`` turns false; a later call tries again."""
         drop_workspaces()
-        if not self.shareable or self._take_back():
-            return
-        gc.collect()
-        if not self._take_back():
-            self.shareable = False
+        self.shareable = self._take_back()
+        if not self.shareable:
+            gc.collect()
+            self.shareable = self._take_back()
 
     def _take_back(self) -> bool:
-        if self._rest < _SMALL:
+        if self._rest < _SMALL or self._blocks.rest is not None:
             return True
-        others = []
+        if not self.pool.lies_free(self._start + self._kept, self._rest):
+            return False
+        others = []  # free memory of that size may lie elsewhere too
         for _ in range(4):
             block = self._allocate(self._rest)
             if block.data_ptr() == self._start + self._kept:
@@ -187,8 +194,7 @@ class GraphArena:
         return False
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        in_pool = torch.cuda.use_mem_pool(self.pool, self._device)
-        with _not_filled(), torch.cuda.stream(self.stream), in_pool:
+        with _not_filled(), torch.cuda.stream(self.stream), self.pool.used():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 

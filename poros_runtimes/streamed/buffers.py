@@ -11,9 +11,9 @@ import torch
 from attrs import frozen
 
 from poros_runtimes.streamed.capture import Capturer
-from poros_runtimes.streamed.signature import Layout
+from poros_runtimes.streamed.signature import Layout, distinct
 
-__all__ = ["Buffer", "Pages", "SharedBuffers", "Stretch", "largest_call", "span_of"]
+__all__ = ["Buffer", "Pages", "SharedBuffers", "Stretch", "copied", "largest_call", "span_of"]
 
 _ALIGNMENT = 512
 """Bytes between gradients in one stretch, as the CUDA caching allocator aligns."""
@@ -48,6 +48,20 @@ def largest_call(
 
     both = [(nbytes(lasting), 2 * nbytes(passing)) for lasting, passing in shapes.values()]
     return max((size for size, _ in both), default=0), max((size for _, size in both), default=0)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory of its own, with the same strides: kernels choose by them."""
+    source = tensor.detach()
+    for dim, stride in enumerate(source.stride()):
+        if stride == 0 and source.shape[dim]:
+            source = source.narrow(dim, 0, 1)
+    if not distinct(source):
+        return tensor.clone()
+    copy = torch.empty_strided(
+        source.shape, source.stride(), dtype=source.dtype, device=source.device
+    )
+    return copy.copy_(source).expand(tensor.shape)
 
 
 _ON_A_PAGE = 8

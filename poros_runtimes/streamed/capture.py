@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from poros_runtimes.streamed.arena import GraphArena
+from poros_runtimes.streamed.pools import drawing
 
 __all__ = ["Capturer", "CudaCapturer", "LostGraphs", "Replayable"]
 
@@ -39,8 +40,8 @@ class Capturer(Protocol):
         ...
 
     def lent(self) -> AbstractContextManager[None]:
-        """Return a context in which work that runs once, eagerly, keeps its temporaries where
-        those of captures are. What lasts must be copied out of them; then ``settle`` follows."""
+        """Return a context in which work that runs once, eagerly, may have its temporaries where
+        those of captures are. What lasts must be copied out of it; then ``settle`` follows."""
         ...
 
     def settle(self) -> None:
@@ -64,10 +65,20 @@ class _Captured:
 class CudaCapturer:
     """Captures CUDA graphs, all in one pool; see [Note: Graphs and memory]."""
 
-    def __init__(self, arena: GraphArena, *, device: torch.device) -> None:
-        """Make a capturer whose graphs keep their temporaries in ``arena`` where they fit."""
+    def __init__(
+        self, arena: GraphArena, *, device: torch.device, lends: Callable[[], bool]
+    ) -> None:
+        """Make a capturer whose graphs keep their temporaries in ``arena`` where they fit.
+
+        Args:
+            arena: the arena.
+            device: the compute device.
+            lends: whether the arena is lent to work that runs once. What does not fit there stays
+                in its pool for good, as memory that graphs will want.
+        """
         self._held: GraphArena | None = arena
         self._device = device
+        self._lends = lends
 
     @property
     def _arena(self) -> GraphArena:
@@ -92,7 +103,7 @@ class CudaCapturer:
         gc.disable()
         self._arena.lend()
         try:
-            with torch.cuda.stream(stream):
+            with drawing(), torch.cuda.stream(stream):
                 graph.capture_begin(pool=self._arena.pool.id, capture_error_mode="thread_local")
                 try:
                     body()
@@ -132,10 +143,13 @@ class CudaCapturer:
     def lent(self) -> Iterator[None]:
         """Run on the stream of captures; see ``Capturer``."""
         arena, current = self._arena, torch.cuda.current_stream(self._device)
+        if not arena.room or not self._lends():
+            yield
+            return
         arena.stream.wait_stream(current)
         arena.lend()
         try:
-            with torch.cuda.stream(arena.stream), torch.cuda.use_mem_pool(arena.pool, self._device):
+            with torch.cuda.stream(arena.stream), arena.pool.used():
                 yield
         finally:
             current.wait_stream(arena.stream)

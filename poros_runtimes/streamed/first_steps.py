@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from poros_core.workspaces import drop_workspaces
+from poros_runtimes.streamed.pools import Pool
 
 __all__ = ["FirstSteps"]
 
@@ -39,13 +40,17 @@ class FirstSteps:
         self._backwards = 0
         self._seen = 0
         self._over = device.type != "cuda"
-        self._pool: Any = None
+        self._pool: Pool | None = None
         trained = (param for param in model.parameters() if param.requires_grad)
         self._param = weakref.ref(next(trained, nn.Parameter(torch.empty(0))))
         self._hook: Any = None
         if not self._over:
             self._hook = register_optimizer_step_pre_hook(_Turn(self))
             weakref.finalize(self, self._hook.remove).atexit = False
+
+    def going_on(self) -> bool:
+        """Whether this is still one of the first steps."""
+        return not self._over
 
     def forward(self) -> bool:
         """A forward with gradients starts. Returns True once: when it is the first that comes
@@ -67,9 +72,8 @@ class FirstSteps:
         if self._over:
             return nullcontext()
         if self._pool is None:
-            self._pool = torch.cuda.MemPool()
-        pooled: AbstractContextManager[None] = torch.cuda.use_mem_pool(self._pool, self._device)
-        return pooled
+            self._pool = Pool(self._device)
+        return self._pool.used()
 
     def turn(self) -> None:
         """A step turns from one thing to the next."""

@@ -24,7 +24,7 @@ from poros_core.call_state import rng_state, set_rng_state
 from poros_core.log import get_logger
 from poros_runtimes.streamed.block import Block
 from poros_runtimes.streamed.block_call import BlockCall
-from poros_runtimes.streamed.buffers import Pages, SharedBuffers, largest_call
+from poros_runtimes.streamed.buffers import Pages, SharedBuffers, copied, largest_call
 from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
 from poros_runtimes.streamed.executor import EagerExecutor
 from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry
@@ -181,15 +181,21 @@ class GraphExecutor:
         wanted: Sequence[bool],
         gradients: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """Run a backward that was not seen before, its temporaries where captures have theirs."""
+        """Run a backward that was not seen before, its temporaries where captures have theirs. If
+        there is too little memory so, run it anywhere: nothing of it has been left behind."""
+        found: list[torch.Tensor | None] = []
         try:
             with self._capturer.lent():
                 found = self._eager.backward(call, inputs, wanted, gradients)
             with self._first():
-                return [None if gradient is None else gradient.clone() for gradient in found]
+                return [None if gradient is None else copied(gradient) for gradient in found]
+        except torch.OutOfMemoryError:
+            pass  # the handler keeps the memory of what failed alive
         finally:
             found = []
             self._capturer.settle()
+        torch.cuda.empty_cache()
+        return self._eager.backward(call, inputs, wanted, gradients)
 
     def end_forward(self) -> None:
         """A forward of the decoder ended."""

@@ -202,8 +202,15 @@ def layout_of(tensor: torch.Tensor, *, wanted: bool = False, span: int = 1) -> L
     return layout if aligned and _spans(layout, most=span) else None
 
 
-def _spans(layout: Layout, *, most: int) -> bool:
-    """Whether no two elements overlap, and all span at most so many times their size."""
+def distinct(tensor: torch.Tensor) -> bool:
+    """Whether no two elements of a tensor lie in the same place."""
+    layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, False)
+    return _spans(layout, most=None)
+
+
+def _spans(layout: Layout, *, most: int | None) -> bool:
+    """Whether no two elements overlap, and all span at most so many times their size, if that is
+    asked."""
     end = count = 1
     dims = [
         (stride, size)
@@ -215,7 +222,7 @@ def _spans(layout: Layout, *, most: int) -> bool:
             return False
         end += (size - 1) * stride
         count *= size
-    return end <= most * count
+    return most is None or end <= most * count
 
 
 def forward_key(

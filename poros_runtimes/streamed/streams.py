@@ -38,11 +38,12 @@ def own_stream(owner: object, device: torch.device) -> Any:
         RuntimeError: the driver makes no stream.
     """
     current = torch.cuda.current_stream(device)
+    issued = current.record_event()  # it also makes the device's context that of this thread
     with _lock:
         idle = _idle.setdefault(current.device_index, [])
         stream = idle.pop() if idle else _made(device)
     weakref.finalize(owner, idle.append, stream).atexit = False
-    stream.wait_stream(current)
+    stream.wait_event(issued)
     return stream
 
 

@@ -92,7 +92,8 @@ class Units:
         self.graphs: GraphExecutor | None = None
         self._capturer: CudaCapturer | None = None
         if isinstance(self.memory.arena, GraphArena):
-            self._capturer = CudaCapturer(self.memory.arena, device=plan.device)
+            arena, lends = self.memory.arena, self._first.going_on
+            self._capturer = CudaCapturer(arena, device=plan.device, lends=lends)
             self.graphs = GraphExecutor(self.eager, plan.device, self._capturer, self._first.eager)
             if self._budget is not None:
                 self.graphs.keep(_SIGNATURES[0])
@@ -164,6 +165,8 @@ class Units:
         """
         if self._head is not None and not self._head_bound:
             self._have_arena()
+            if self.shared and not self.memory.shareable and self._capturer is not None:
+                self._capturer.settle()  # what an exception kept alive there may be gone
             if self.shared and not self.memory.shareable:
                 self._move_head()
             self.window.acquire(self._head)
@@ -262,6 +265,8 @@ class Units:
 
     @torch.inference_mode(False)
     def _rebuild(self) -> None:
+        if self._on_cuda and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.empty_cache()  # the arena's pool cannot use what others left
         self.memory.rebuild()
         self._capture_in(self.memory.arena)
 
