@@ -34,6 +34,7 @@ from poros_core.page_locking import makers
 from poros_core.plan import BlockPlan, Unit, build_plan
 from poros_core.plugins import plugins
 from poros_core.protocols import LoadRequest, TensorRef
+from poros_core.switching import without_collections
 
 __all__ = ["READERS", "LoadedBase", "named_buffers", "named_refs", "pack", "unpack"]
 
@@ -229,13 +230,14 @@ def unpack(
         largest_first = sorted(entry.units, key=lambda record: -record.nbytes)
         reads = {record.file: pool.submit(begun, record) for record in largest_first}
         try:
-            model = skeleton(request, entry.described)
-            for param in model.parameters():
-                param.requires_grad_(False)
-            plan = build_plan(
-                model, family=request.family, codecs=plugins().codecs(), device=request.device
-            )
-            refs = named_refs(model)
+            with without_collections():
+                model = skeleton(request, entry.described)
+                for param in model.parameters():
+                    param.requires_grad_(False)
+                plan = build_plan(
+                    model, family=request.family, codecs=plugins().codecs(), device=request.device
+                )
+                refs = named_refs(model)
             _bind_units(entry, plan, refs, reads, store)
         except BaseException:
             pool.shutdown(cancel_futures=True)

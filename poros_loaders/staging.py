@@ -32,6 +32,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from poros_core.finite import FiniteCheck
+from poros_core.switching import without_collections
 from poros_loaders.code_table import one_table
 from poros_loaders.pretrained import load_checked
 from poros_loaders.skeleton import empty_weight
@@ -86,7 +87,8 @@ def load_staged(
         else:
             stage, operation = None, _empty_operation(noted, failures)
 
-        building = contextlib.ExitStack()
+        building = stack.enter_context(contextlib.ExitStack())
+        building.enter_context(without_collections())
 
         def begin(skeleton: Any) -> None:
             building.close()

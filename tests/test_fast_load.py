@@ -46,13 +46,14 @@ from poros_core.packed_file import (
     write_packed,
 )
 from poros_core.prepare import STORE
-from poros_core.switching import short_turns
+from poros_core.switching import short_turns, without_collections
 from poros_families.qwen2 import QWEN2
 from poros_loaders import weight_reader
 from poros_loaders.checkpoint import read_checkpoint
 from poros_loaders.code_table import one_table
 from poros_loaders.estimate import layer_matrices, unit_sizes
 from poros_loaders.skeleton import NoInitOfMeta
+from poros_loaders.stage import Stage
 
 WIDE = {**TINY, "vocab_size": 64_000, "num_hidden_layers": 3}
 """Two tables of 8 MB beside small layers."""
@@ -397,6 +398,34 @@ def test_layers_that_keep_their_weight_transposed(tmp_path: Path) -> None:
     assert tuple(state.shape) == (192, 64)
     manifests = [tensor_manifest(model) for model in models]
     assert manifests[0] == manifests[1] == manifests[2]
+
+
+def test_no_garbage_is_looked_for_while_a_model_is_built(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    enabled: list[bool] = []
+    begin, disable = Stage.begin, gc.disable
+
+    def built(self: Stage, model: Any) -> None:
+        enabled.append(gc.isenabled())
+        begin(self, model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "begin", built)
+        patch.setattr(gc, "disable", lambda: (enabled.append(False), disable()))
+        strategy("nf4", "streamed").load(request(tmp_path))
+    assert enabled == [False, True]
+    first, second = without_collections(), without_collections()
+    with first:
+        second.__enter__()
+    assert not gc.isenabled(), "another model is still built"
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    with without_collections():
+        pass
+    found = gc.isenabled()
+    gc.enable()
+    assert not found, "somebody else turned it off"
 
 
 class TestOneTable:
