@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ __all__ = ["HostMemoryWatch", "memory_disk", "touch_memory"]
 
 _EVERY_S = 0.02
 _MAPPED_EVERY_S = 0.25
+_SMAPS_BYTES = 8 << 20
 
 
 def memory_disk(path: Path) -> bool:
@@ -52,7 +56,15 @@ class HostMemoryWatch:
         Args:
             folders: mapped files in them are no memory of this process.
         """
-        self._folders = tuple(f"{folder.resolve()}/" for folder in folders if memory_disk(folder))
+        self._folders = tuple(
+            re.compile(
+                rb" %b/([^\n]*)\n.*?^Rss: +(\d+) kB.*?^Anonymous: +(\d+) kB"
+                % re.escape(os.fsencode(folder.resolve())),
+                re.DOTALL | re.MULTILINE,
+            )
+            for folder in folders
+            if memory_disk(folder)
+        )
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._highest: int | None = None
@@ -104,15 +116,32 @@ class HostMemoryWatch:
     def _mapped_now(self) -> int:
         if not self._folders:
             return 0
-        found, counts = 0, False
-        for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-            first, *rest = line.split(None, 5)
-            if not first.endswith(":"):
-                counts = bool(rest[4:]) and rest[4].startswith(self._folders)
-                counts = counts and not rest[4].endswith("(deleted)")
-            elif counts and first in ("Rss:", "Anonymous:"):
-                found += int(rest[0]) * 1024 * (1 if first == "Rss:" else -1)
-        return found
+        content = _mappings()
+        return sum(
+            (int(resident) - int(anonymous)) * 1024
+            for folder in self._folders
+            for name, resident, anonymous in folder.findall(content)
+            if not name.endswith(b"(deleted)")
+        )
+
+
+def _mappings() -> bytes:
+    """Return ``/proc/self/smaps``. The system gives it in small pieces; the C library puts them
+    together, so that the thread that loads is not stopped for each."""
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    libc.fread.restype = ctypes.c_size_t
+    file = ctypes.c_void_p(libc.fopen(b"/proc/self/smaps", b"rb"))
+    if not file:
+        raise OSError("/proc/self/smaps cannot be opened")
+    content = bytearray()
+    part = ctypes.create_string_buffer(_SMAPS_BYTES)
+    try:
+        while count := libc.fread(part, ctypes.c_size_t(1), ctypes.c_size_t(_SMAPS_BYTES), file):
+            content += memoryview(part)[:count]
+    finally:
+        libc.fclose(file)
+    return bytes(content)
 
 
 def _counted() -> int:
