@@ -11,12 +11,13 @@ model turns out to hold a view of that very stretch of the file. What is left of
 norms, follows when all is there. A unit that does not fit its berth is laid out anew, so a wrong
 guess costs time only.
 
-The sizes can be told even before there is a skeleton. A berth of about the right size is then
-taken, and one that nobody takes is given back.
+The sizes can be told even before there is a skeleton, and weights can land there. A berth of about
+the right size is then taken, and one that nobody takes is given back.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,7 +73,8 @@ class Berths:
         self._locked = locked
         self._berths: dict[str, _Berth] = {}
         self._of: dict[str, _Berth] = {}
-        self._early: dict[str, tuple[int, Future[HostBuffer]]] = {}
+        self._early: dict[str, _Berth] = {}
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(makers(), thread_name_prefix="poros-berths")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="poros-berth-reads")
 
@@ -99,7 +101,13 @@ class Berths:
         """
         assert not self._berths
         for title in _order(list(sizes)):
-            self._early[title] = (sizes[title], self._made(title, sizes[title]))
+            self._early[title] = _Berth(self._made(title, sizes[title]), sizes[title])
+        self._of.update(self._early)
+
+    def vacate(self) -> None:
+        """Forget what landed before there was a skeleton; nobody may land anything meanwhile."""
+        for berth in self._early.values():
+            berth.used = 0
 
     def expect(
         self,
@@ -128,19 +136,27 @@ class Berths:
             capacity = sum(sizes.get(name, _aligned(p.nbytes)) for name, p in own.items())
             if not capacity:
                 continue
-            berth = _Berth(self._early_or_made(title, capacity), capacity)
-            self._berths[title] = berth
+            berth = self._berths[title] = self._early_or_made(title, capacity)
             self._of.update((name, berth) for name in own if name in sizes)
             self._read_into(berth, [files[name] for name in own if files and name in files])
-        self._early.clear()
+        for title in list(self._early):
+            self._give_back(title)
 
-    def _early_or_made(self, title: str, capacity: int) -> Future[HostBuffer]:
-        size, early = self._early.pop(title, (0, None))
-        if early is not None and capacity <= size <= capacity + _SLACK:
-            return early
+    def _early_or_made(self, title: str, capacity: int) -> _Berth:
+        early = self._early.get(title)
+        if early is not None and capacity <= early.capacity <= capacity + _SLACK:
+            return self._early.pop(title)
         if early is not None:
-            early.cancel()
-        return self._made(title, capacity)
+            self._give_back(title)
+        return _Berth(self._made(title, capacity), capacity)
+
+    def _give_back(self, title: str) -> None:
+        """Do without a berth, unless something landed there: then that keeps it."""
+        berth = self._early.pop(title)
+        with self._lock:
+            del self._of[title]
+            if not berth.used:
+                berth.buffer.cancel()
 
     def _made(self, title: str, capacity: int) -> Future[HostBuffer]:
         locked = self._locked or not title.startswith(LAYER)
@@ -149,22 +165,25 @@ class Berths:
     def _read_into(self, berth: _Berth, spans: Sequence[FileSpan]) -> None:
         """Begin to read bytes of files into a berth as soon as it is there."""
         for span in spans:
-            berth.read[span] = berth.used
-            berth.used += _aligned(span.nbytes)
+            with self._lock:
+                begin = self._place_for(berth, span.nbytes)
+            if begin is not None:
+                berth.read[span] = begin
 
         def read() -> None:
             content = berth.buffer.result().view()
             for span, begin in berth.read.items():
                 read_span(span, content[begin : begin + span.nbytes])
 
-        if spans:
+        if berth.read:
             berth.reading = self._readers.submit(read)
 
     def land(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a finished tensor to its place. From CUDA the copy is queued, not awaited.
+        """Copy a finished tensor to its place. From CUDA the copy is queued, not awaited. Several
+        threads may do so at once.
 
         Args:
-            name: the name of the parameter that it belongs to.
+            name: the name of the parameter that it belongs to, or of its unit.
             tensor: the tensor.
 
         Returns:
@@ -173,15 +192,23 @@ class Berths:
         Raises:
             PrepareError: memory cannot be had or cannot be page-locked.
         """
-        berth = self._of.get(name)
-        if berth is None or berth.used + tensor.nbytes > berth.capacity or not tensor.nbytes:
+        with self._lock:
+            berth = self._of.get(name)
+            begin = None if berth is None else self._place_for(berth, tensor.nbytes)
+        if berth is None or begin is None:
             return land_in_memory(tensor)
-        begin = berth.used
-        berth.used += _aligned(tensor.nbytes)
         place = torch.frombuffer(
             berth.buffer.result().view(), dtype=tensor.dtype, count=tensor.numel(), offset=begin
         ).view(tensor.shape)
         return place.copy_(tensor, non_blocking=True)
+
+    def _place_for(self, berth: _Berth, nbytes: int) -> int | None:
+        """Take room in a berth, and return where it begins; None if there is none."""
+        if berth.used + nbytes > berth.capacity or not nbytes:
+            return None
+        begin = berth.used
+        berth.used += _aligned(nbytes)
+        return begin
 
     def take(self, unit: Unit) -> tuple[list[TensorEntry], HostBuffer] | None:
         """Return a unit's berth with all of its tensors in it, and where they lie; None if it has

@@ -12,10 +12,21 @@ from poros_core.errors import CheckpointError
 from poros_core.host_store import UnitImage
 from poros_core.protocols import TensorRef
 
-__all__ = ["BaseCheck", "FiniteCheck"]
+__all__ = ["BaseCheck", "Bounds", "FiniteCheck", "bounds_of"]
+
+Bounds = tuple[torch.Tensor, torch.Tensor]
+"""The smallest and largest element of a tensor, where it stands."""
 
 _FEW = 5
 _CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def bounds_of(tensor: torch.Tensor) -> Bounds | None:
+    """Look at a tensor, where it stands; None if it holds no floating-point numbers."""
+    if tensor.dtype not in _CHECKED or not tensor.numel():
+        return None
+    low, high = torch.aminmax(tensor.detach())
+    return low, high
 
 
 class FiniteCheck:
@@ -25,13 +36,16 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._found: dict[str, Bounds] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Look at a tensor, where it stands. What holds no floating-point numbers is passed by."""
-        if tensor.dtype in _CHECKED and tensor.numel():
-            low, high = torch.aminmax(tensor.detach())
-            self._found[name] = (low, high)
+        self.note(name, bounds_of(tensor))
+
+    def note(self, name: str, bounds: Bounds | None) -> None:
+        """Note what ``bounds_of`` returned."""
+        if bounds is not None:
+            self._found[name] = bounds
 
     def problems(self) -> dict[str, str]:
         """Return ``"NaN"`` or ``"infinite"`` for every tensor that is not finite, by name."""

@@ -26,19 +26,24 @@ _own = threading.local()
 
 
 @contextmanager
-def one_table() -> Iterator[None]:
-    """Build a table once a device. See [Note: One table]."""
+def one_table(tables: dict[Any, torch.Tensor] | None = None) -> Iterator[None]:
+    """Build a table once a device. See [Note: One table].
+
+    Args:
+        tables: those that are built already, and then all.
+    """
     global _entered, _build
     with _lock:
         if not _entered:
             _build = bnb_functional.get_4bit_type
             bnb_functional.get_4bit_type = _copied
         _entered += 1
-    _own.tables = {}
+    before = getattr(_own, "tables", None)
+    _own.tables = {} if tables is None else tables
     try:
         yield
     finally:
-        del _own.tables
+        _own.tables = before
         with _lock:
             _entered -= 1
             if not _entered:

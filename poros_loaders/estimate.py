@@ -101,11 +101,12 @@ def unit_sizes(
     return dict(sizes)
 
 
-def layer_matrices(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of what an ordinary NF4 load quantises: the matrices in decoder layers."""
+def layer_matrices(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what an ordinary NF4 load quantises, the matrices in decoder layers: the name of each,
+    and of its unit in the plan."""
     decoder = _decoder(checkpoint)
     return {
-        name
+        name: f"{LAYER}{found[2]}"
         for name, header in checkpoint.tensors.items()
         if len(header.shape) == 2
         and header.dtype in _FLOATS

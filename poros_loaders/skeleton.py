@@ -26,6 +26,7 @@ __all__ = [
     "described_dtype",
     "empty_weight",
     "noted_weights",
+    "quantised_weight",
     "settle_dtype",
     "uncast_dtype",
 ]
@@ -110,13 +111,25 @@ def empty_weight(model: Any, name: str, noted: Mapping[str, Any]) -> Any:
         name: the parameter's name.
         noted: what ``noted_weights`` says of it.
     """
+    storage = model.get_parameter_or_buffer(name).quant_storage
+    return quantised_weight(model, name, torch.empty(0, dtype=storage), _empty_state(noted))
+
+
+def quantised_weight(model: Any, name: str, data: torch.Tensor, state: Any) -> Any:
+    """Return a 4-bit parameter as quantising makes it.
+
+    Args:
+        model: the model, whose parameter of that name is not quantised yet.
+        name: the parameter's name.
+        data: its packed elements.
+        state: its quantisation state.
+    """
     import bitsandbytes as bnb
 
     before = model.get_parameter_or_buffer(name)
     module = model.get_submodule(name.rpartition(".")[0])
-    data = torch.empty(0, dtype=before.quant_storage)
     param = bnb.nn.Params4bit(data, requires_grad=False, **before.__dict__)
-    param.quant_state = _empty_state(noted)
+    param.quant_state = state
     param.bnb_quantized = True
     if param.module is not None:
         param.module.quant_state = param.quant_state

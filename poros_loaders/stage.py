@@ -10,9 +10,12 @@ import bitsandbytes as bnb
 import torch
 
 from poros_core.file_tensors import LARGE, FileSpan
+from poros_core.finite import bounds_of
 from poros_core.landing import give_back_free_memory, room_for
 from poros_loaders.estimate import layer_matrices, quantised_bytes, unit_sizes
+from poros_loaders.quantise_ahead import Ahead, QuantiseAhead
 from poros_loaders.read_ahead import ReadAhead
+from poros_loaders.skeleton import quantised_weight
 from poros_loaders.weight_reader import Extent, WeightReader
 
 if TYPE_CHECKING:
@@ -41,20 +44,22 @@ class Stage:
         self._checkpoint = checkpoint
         self._reader = WeightReader(request.device)
         self._foreseen: list[Extent] = []
-        self._ahead = ReadAhead(sorted(self._checkpoint.files))
+        self._shards = ReadAhead(sorted(self._checkpoint.files))
+        self._ahead: QuantiseAhead | None = None
         self._untidy = 0
 
     def __enter__(self) -> Stage:
         self._reader.__enter__()
-        self._ahead.__enter__()
+        self._shards.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stop()
         # copies that are queued read and write memory that is given back after this
         with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-        self._ahead.__exit__(kind, error, trace)
+        self._shards.__exit__(kind, error, trace)
         self._reader.__exit__(kind, error, trace)
 
     def foresee(self, dtype: torch.dtype | str, config: Any) -> None:
@@ -66,7 +71,8 @@ class Stage:
         """
         if config.llm_int8_skip_modules is not None:
             return  # what is quantised cannot be told from headers
-        self._foreseen = _extents(self._checkpoint, layer_matrices(self._checkpoint))
+        units = layer_matrices(self._checkpoint)
+        self._foreseen = _extents(self._checkpoint, units)
         self._reader.begin(self._foreseen)
         if self._berths is None:
             return
@@ -77,6 +83,27 @@ class Stage:
             double=config.bnb_4bit_use_double_quant,
         )
         self._berths.begin(sizes)
+        kinds = {self._checkpoint.tensors[extent.name].dtype for extent in self._foreseen}
+        if len(kinds) == 1 and _asked(dtype, self._checkpoint) == _DTYPES[kinds.pop()]:
+            self._quantise(units, config)
+
+    def _quantise(self, units: Mapping[str, str], config: Any) -> None:
+        """Begin to quantise what is foreseen; see [Note: Quantising ahead]."""
+        headers = self._checkpoint.tensors
+        ahead = QuantiseAhead(
+            [
+                Ahead(extent=extent, shape=headers[extent.name].shape, unit=units[extent.name])
+                for extent in self._foreseen
+            ],
+            dtype=_DTYPES[headers[self._foreseen[0].name].dtype],
+            config=config,
+            device=self._device,
+            reader=self._reader,
+            look=bounds_of,
+            keep=self._keep,
+        )
+        ahead.start()
+        self._ahead = ahead
 
     def begin(self, model: Any) -> None:
         """Begin to read weights and to make room for what comes of them.
@@ -84,24 +111,60 @@ class Stage:
         Args:
             model: the skeleton, its layers replaced by quantised ones that are still empty.
         """
-        weights = {
-            f"{path}.weight": module.weight
+        layers = {
+            path: module
             for path, module in model.named_modules()
             if isinstance(module, bnb.nn.Linear4bit)
         }
-        if self._berths is not None:
-            sizes = {name: _quantised_bytes(weight) for name, weight in weights.items()}
-            self._berths.expect(model, sizes, _likely_files(self._checkpoint, model, sizes))
+        weights = {f"{path}.weight": module.weight for path, module in layers.items()}
         shapes = {tuple(weight.shape) for weight in weights.values()}
         wanted = _extents(
             self._checkpoint,
             {n for n, header in self._checkpoint.tensors.items() if header.shape in shapes},
         )
-        if wanted != self._foreseen:
-            self._reader.__exit__(None, None, None)
-            self._reader = WeightReader(self._device)
-            self._reader.__enter__()
+        ahead = self._ahead
+        right = wanted == self._foreseen and (ahead is None or ahead.fits(layers, _dtype(model)))
+        if not right:
+            self._restart()
+        if self._berths is not None:
+            sizes = {name: _quantised_bytes(weight) for name, weight in weights.items()}
+            self._berths.expect(model, sizes, _likely_files(self._checkpoint, model, sizes))
+        if not right:
             self._reader.begin(wanted)
+
+    def _restart(self) -> None:
+        """Drop what was read and quantised ahead."""
+        self._stop()
+        if self._berths is not None:
+            self._berths.vacate()
+        self._reader.__exit__(None, None, None)
+        self._reader = WeightReader(self._device)
+        self._reader.__enter__()
+
+    def _stop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+    def finished(
+        self, model: Any, name: str, tensor: torch.Tensor, source: str | None
+    ) -> Any | None:
+        """Return a weight that was quantised ahead as a parameter; None if it was not.
+
+        Args:
+            model: the model.
+            name: the parameter's name.
+            tensor: what Transformers hands over, unquantised.
+            source: the tensor of the checkpoint that it is, if it is one as it stands there.
+        """
+        if self._ahead is None or source is None or not self._stands_there(tensor, source):
+            return None
+        done = self._ahead.take(source)
+        if done is None:
+            return None
+        self._note(tensor.nbytes)
+        self._finite.note(name, done.bounds)
+        return quantised_weight(model, name, done.data, done.state)
 
     def bring(self, tensor: torch.Tensor, source: str | None) -> torch.Tensor:
         """Return an unquantised weight on the device, and look whether it is finite.
@@ -113,9 +176,12 @@ class Stage:
         on_device = self._read_ahead(tensor, source)
         if on_device is None:
             on_device = tensor.to(self._device)
-        self._advance(tensor.nbytes)
-        self._ahead.advance(tensor.nbytes)
+        self._note(tensor.nbytes)
         return on_device
+
+    def _note(self, nbytes: int) -> None:
+        self._advance(nbytes)
+        self._shards.advance(nbytes)
 
     def look_at(self, name: str, tensor: torch.Tensor) -> None:
         """Note whether a weight is finite."""
@@ -123,14 +189,18 @@ class Stage:
 
     def take_back(self, name: str, parameter: Any) -> None:
         """Move a quantised weight and its quantisation state to host memory."""
-        state = parameter.quant_state
-        parameter.data = self._back(name, parameter.data)
+        parameter.data = self._keep(name, parameter.data, parameter.quant_state)
+
+    def _keep(self, name: str, data: torch.Tensor, state: Any) -> torch.Tensor:
+        """Move what came of a weight to host memory. ``name`` is the parameter's, or its unit's."""
+        kept = self._back(name, data)
         for owner in (state, state.state2):
             for attribute in ("absmax", "code", "offset"):
                 tensor = getattr(owner, attribute, None)
                 if isinstance(tensor, torch.Tensor):
                     setattr(owner, attribute, self._back(name, tensor))
-        self._tidy(parameter.nbytes)
+        self._tidy(kept.nbytes)
+        return kept
 
     def _tidy(self, nbytes: int) -> None:
         """Keep what quantising on a CPU frees from piling up between the small things that stay."""
@@ -143,14 +213,33 @@ class Stage:
         return self._land(tensor) if self._berths is None else self._berths.land(name, tensor)
 
     def _read_ahead(self, tensor: torch.Tensor, source: str | None) -> torch.Tensor | None:
-        header = None if source is None else self._checkpoint.tensors.get(source)
-        if source is None or header is None or header.shape != tuple(tensor.shape):
-            return None
-        if _DTYPES.get(header.dtype) != tensor.dtype or not tensor.is_contiguous():
-            return None
+        if self._ahead is not None or source is None or not self._stands_there(tensor, source):
+            return None  # the reader works for what is quantised ahead
         found = room_for(tensor, self._device)
         given = self._reader.give(source, found.view(-1).view(torch.uint8))
         return found if given else None
+
+    def _stands_there(self, tensor: torch.Tensor, source: str) -> bool:
+        """Say whether a tensor is as the checkpoint has it."""
+        header = self._checkpoint.tensors.get(source)
+        return (
+            header is not None
+            and header.shape == tuple(tensor.shape)
+            and _DTYPES.get(header.dtype) == tensor.dtype
+            and tensor.is_contiguous()
+        )
+
+
+def _asked(dtype: torch.dtype | str, checkpoint: Checkpoint) -> object:
+    """Return the dtype that Transformers will give weights; None if that cannot be told."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return getattr(torch, name, None) if isinstance(name, str) else None
+
+
+def _dtype(model: Any) -> object:
+    return getattr(model.config, "dtype", None)
 
 
 def _extents(checkpoint: Checkpoint, names: Collection[str]) -> list[Extent]:

@@ -6,10 +6,11 @@ each weight that is to be quantised to the quantizer's operation. That operation
 it copies the weight to the compute device, lets the original quantise it there, and moves packed
 data and quantisation state back, so that one unquantised weight at a time is on the device.
 
-The stages overlap. Weights are read ahead ([Note: Reading weights ahead] in ``weight_reader``),
-memory for the results is page-locked ahead ([Note: Berths] in ``poros_core.berths``), and copies,
-quantising and copying back are queued on one stream, which is awaited once, at the end. What
-Transformers hands over is a view of a mapped file that nobody has looked at; if it is exactly a
+The stages overlap. What is quantised is quantised ahead where that can be told
+([Note: Quantising ahead] in ``quantise_ahead``). Weights are read ahead
+([Note: Reading weights ahead] in ``weight_reader``), memory for the results is page-locked ahead
+([Note: Berths] in ``poros_core.berths``), and copies, quantising and copying back are queued on one stream,
+which is awaited once, at the end. What Transformers hands over is a view of a mapped file that nobody has looked at; if it is exactly a
 tensor of the checkpoint, the bytes that were read ahead are taken instead.
 
 The quantizer is found by name in Transformers' registry of quantizers. It stands there only while
@@ -154,13 +155,21 @@ def _staged_operation(stage: Stage, failures: list[Exception]) -> type[Any]:
     class StagedQuantize(Bnb4bitQuantize):  # type: ignore[misc]
         """Quantise on the device; leave the result in host memory."""
 
-        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            """Stage, quantise and bring back one weight."""
+        def convert(
+            self, input_dict: dict[str, Any], *, model: Any = None, **kwargs: Any
+        ) -> dict[str, Any]:
+            """Stage, quantise and bring back one weight, or take what was quantised ahead."""
             patterns: Sequence[str] = kwargs.get("source_patterns") or ()
             source = patterns[0] if len(patterns) == len(input_dict) == 1 else None
             if failures:  # Transformers notes a failure and goes on with the next weight
                 raise failures[0]
             try:
+                if source is not None:
+                    ((name, value),) = input_dict.items()
+                    (tensor,) = _listed(value)
+                    done = stage.finished(model, name, tensor, source)
+                    if done is not None:
+                        return {name: done}
                 staged = {
                     name: [stage.bring(tensor, source) for tensor in _listed(value)]
                     for name, value in input_dict.items()
@@ -169,7 +178,7 @@ def _staged_operation(stage: Stage, failures: list[Exception]) -> type[Any]:
                 for name, tensors in staged.items():
                     for tensor in tensors:
                         stage.look_at(name, tensor)
-                quantised: dict[str, Any] = super().convert(staged, **kwargs)
+                quantised: dict[str, Any] = super().convert(staged, model=model, **kwargs)
                 staged.clear()
                 for name, parameter in quantised.items():
                     stage.take_back(name, parameter)
