@@ -9,9 +9,10 @@ data and quantisation state back, so that one unquantised weight at a time is on
 The stages overlap. What is quantised is quantised ahead where that can be told
 ([Note: Quantising ahead] in ``quantise_ahead``). Weights are read ahead
 ([Note: Reading weights ahead] in ``weight_reader``), memory for the results is page-locked ahead
-([Note: Berths] in ``poros_core.berths``), and copies, quantising and copying back are queued on one stream,
-which is awaited once, at the end. What Transformers hands over is a view of a mapped file that nobody has looked at; if it is exactly a
-tensor of the checkpoint, the bytes that were read ahead are taken instead.
+([Note: Berths] in ``poros_core.berths``), and copies, quantising and copying back are queued on one
+stream, which is awaited once, at the end. What Transformers hands over is a view of a mapped file
+that nobody has looked at; if it is exactly a tensor of the checkpoint, the bytes that were read
+ahead are taken instead.
 
 The quantizer is found by name in Transformers' registry of quantizers. It stands there only while
 it is looked up and the load runs, under a name of its own; the config gets its real method back at
