@@ -289,6 +289,21 @@ def test_what_enters_many_blocks_is_replayed(
     assert counters["graph_replays"] == replays, "all but those before layers moved, and the first"
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_call_that_shares_goes_with_its_loss(graphs: bool, backward: bool) -> None:
+    model = make(graphs=graphs, shape=GEMMA4.shapes["tiny-e2b"], block_size=2)
+    units = handle_of(model).units
+    for step in range(3):
+        loss = model(**batch(step, CPU)).loss
+        if backward:
+            loss.backward()
+        del loss
+        gc.collect()
+        assert not units.outstanding
+        assert not list(units._tokens)
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_replays_read_hidden_states_that_came_back(device: torch.device) -> None:
     eager = eager_run(two_forwards, device)
@@ -658,6 +673,8 @@ def test_an_interrupt_during_a_capture_goes_on() -> None:
 
 class Counting:
     """A budget that has room for so many graphs, and notes what it is asked."""
+
+    fixed = True
 
     def __init__(self, room: int) -> None:
         self.room = room

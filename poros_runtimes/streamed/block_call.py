@@ -41,7 +41,8 @@ class BlockCall:
         spec: how to put them back together.
         carried: for each of those tensors, its positions in ``leaves``.
         trained: the parameters that wanted gradients, with their places.
-        shared: the mappings that layers share, by keyword; see [Note: What crosses a block].
+        shared: the mappings that layers share, by keyword; see [Note: What crosses a block]. Once
+            the call has handed out what is for them, empty ones of the same types.
         shared_spec: how the tensors that entered in them are put back together.
         state: what the first forward saw.
         thread: hand out the hidden state that entered too, for a loss that reads it.
@@ -125,6 +126,11 @@ class BlockCall:
         values = pytree.tree_unflatten(list(found), self.left_spec)
         for name, mapping in self.shared.items():
             mapping.update(values[name])
+        self.shared = self.emptied()  # the decoder's own hold outputs, whose graph holds the call
+
+    def emptied(self) -> dict[str, MutableMapping[Any, Any]]:
+        """Return empty mappings of the types of those that layers share."""
+        return {name: _like(mapping, {}) for name, mapping in self.shared.items()}
 
 
 def _version(leaf: object) -> int:

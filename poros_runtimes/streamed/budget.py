@@ -44,6 +44,12 @@ class Budget:
         self._device = device
         self._before: int | None = None
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the user named the bytes. Otherwise a run that needs more than seems to be left
+        goes on with nothing resident: what is left is an estimate."""
+        return self._budget != "auto"
+
     def start(self) -> None:
         """A first step starts."""
         if self._before is None and self._device.type == "cuda":

@@ -88,7 +88,7 @@ class ForwardEntry:
         leaves = list(call.leaves)
         for position, buffer in self.arguments:
             leaves[position] = buffer.tensor
-        return attrs.evolve(call, leaves=leaves)
+        return attrs.evolve(call, leaves=leaves, shared=call.emptied())
 
     def fill(self, call: BlockCall, inputs: Sequence[torch.Tensor]) -> None:
         """Copy what enters into the buffers."""

@@ -284,10 +284,10 @@ class Units:
         if self._waiting:
             return
         spare = self._spare(budget)
-        if spare < 0:
+        if spare < 0 and budget.fixed:
             self._waiting = True  # the next forward asks again
             raise budget.refuse(spare)
-        if self.memory.keep_resident(spare=spare):
+        if self.memory.keep_resident(spare=max(0, spare)):
             self._capture_in(self.memory.arena)
 
     def _spare(self, budget: Budget) -> Spare:

@@ -125,6 +125,21 @@ def test_a_budget_that_is_too_small_is_an_error_that_says_what_is_needed() -> No
     play(script, NF4, streamed=True, late=False, vram_budget=1000)
 
 
+def test_auto_goes_on_where_less_seems_to_be_left_than_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left is an estimate; with bytes that the user named it is an error."""
+    monkeypatch.setattr(Budget, "spare", lambda *args, **kwargs: -5)
+
+    def script(arm: Arm) -> None:
+        arm.train(batches(2))
+        if arm.streamed:
+            assert not units_of(arm).resident
+
+    resident = play(script, NF4, streamed=False, late=False)
+    compare(resident.notes, play(script, NF4, streamed=True, late=False, vram_budget="auto").notes)
+
+
 def test_graphs_and_their_buffers_are_taken_off_what_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
