@@ -109,17 +109,20 @@ def _saved_config(checkpoint: Checkpoint, saved: Mapping[str, Any]) -> Any:
     )
 
 
-def check_shapes(request: LoadRequest, config: Any) -> None:
+def check_shapes(request: LoadRequest, checkpoint: Checkpoint, config: Any) -> None:
     """Refuse shapes that bitsandbytes' CPU kernels do not dequantise exactly. Reads no weight.
 
     Args:
         request: what is loaded.
+        checkpoint: its headers. A skeleton of the model, which takes time to build, is asked which
+            weights would be quantised only where one of them may be odd.
         config: the config to quantise with; None (quantised already) is not checked here.
 
     Raises:
         CheckpointError: a weight's rows are no multiple of 64 and the model computes on a CPU.
     """
-    if request.device.type != "cpu" or config is None:
+    matrices = (t.shape for t in checkpoint.tensors.values() if len(t.shape) > 1)
+    if request.device.type != "cpu" or config is None or not any(map(_odd, matrices)):
         return
     model_config = AutoConfig.from_pretrained(
         request.path, trust_remote_code=request.trust_remote_code
@@ -131,9 +134,19 @@ def check_shapes(request: LoadRequest, config: Any) -> None:
             model_config, trust_remote_code=request.trust_remote_code
         )
         quantizer.preprocess_model(skeleton, device_map={"": "cpu"})
+    _check_rows(request, skeleton)
+
+
+def _odd(shape: tuple[int, ...]) -> bool:
+    return bool(shape[-1] % _CPU_GROUP)
+
+
+def _check_rows(request: LoadRequest, model: nn.Module) -> None:
+    if request.device.type != "cpu":
+        return
     odd = [
         f"{name} ({module.in_features})"
-        for name, module in skeleton.named_modules()
+        for name, module in model.named_modules()
         if isinstance(module, bnb.nn.Linear4bit) and module.in_features % _CPU_GROUP
     ]
     if odd:
@@ -162,13 +175,15 @@ def check_quantised(
         shapes: of every tensor, as the config has it; None makes a skeleton to find out.
 
     Raises:
-        CheckpointError: one does not, or there is no 4-bit layer at all.
+        CheckpointError: one does not, or there is no 4-bit layer at all, or one has rows that the
+            CPU that the model computes on does not dequantise exactly.
     """
     if not any(isinstance(module, bnb.nn.Linear4bit) for module in model.modules()):
         raise CheckpointError(
             f"Checkpoint '{request.path}': no weight was quantised, so this would not be an NF4 "
             "model. Check llm_int8_skip_modules in quantization_config, or use precision='bf16'."
         )
+    _check_rows(request, model)  # Conv1D keeps its weight transposed in the checkpoint
     modules = dict(model.named_modules(remove_duplicate=False))
     wrong = [
         f"{name} {problem}"

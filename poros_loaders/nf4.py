@@ -238,7 +238,7 @@ def _check(request: LoadRequest) -> tuple[Checkpoint, Any]:
     check_arguments(request)
     checkpoint = read_checkpoint(request.path)
     config = for_checkpoint(request, checkpoint)
-    check_shapes(request, config)
+    check_shapes(request, checkpoint, config)
     return checkpoint, config
 
 

@@ -110,8 +110,13 @@ def test_the_record_shows_that_every_layer_streamed(exact: GateResult) -> None:
     [
         {"settings": Settings(block_size=3)},
         {"settings": Settings(block_size="all"), "precision": "bf16"},
-        {"shape": "tiny-sliding", "batch": 1, "settings": Settings(block_size=2)},
-        {"load_strategy": "standard", "seed": 3, "checkpointing": True},
+        pytest.param(
+            {"shape": "tiny-sliding", "batch": 1, "settings": Settings(block_size=2)},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"load_strategy": "standard", "seed": 3, "checkpointing": True}, marks=pytest.mark.slow
+        ),
     ],
     ids=["blocks of three", "one block, bf16", "sliding window", "standard load, checkpointing"],
 )

@@ -110,6 +110,7 @@ def test_a_checkpoint_is_cut_byte_for_byte(tmp_path: Path) -> None:
     assert weight_map.keys() == after.keys()
 
 
+@pytest.mark.slow
 def test_a_model_s_leading_layers_are_gated_and_said_to_be_no_more(
     gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

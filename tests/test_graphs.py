@@ -431,7 +431,7 @@ def test_what_runs_once_has_its_temporaries_in_the_arena() -> None:
     reserved = torch.cuda.memory_reserved()
     capturer.settle()
     assert not arena.shareable, "what lasts there must not be overwritten"
-    assert torch.cuda.memory_reserved() == reserved, "and nothing is allocated in its place"
+    assert torch.cuda.memory_reserved() <= reserved, "and nothing is allocated in its place"
     assert lasting.amin() == 1
     del lasting
     capturer.settle()
@@ -615,6 +615,7 @@ def test_old_signatures_are_dropped(signatures: int) -> None:
     assert graphs_kept(model) - before == 2 * 4
 
 
+@pytest.mark.slow
 def test_a_call_whose_graphs_were_dropped_before_its_backward() -> None:
     """Those that calls still hold are no more than the others."""
 

@@ -77,7 +77,11 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("precision", "mode"),
-    [("nf4", "pageable"), ("nf4", "mmap"), pytest.param("bf16", "mmap", marks=pytest.mark.slow)],
+    [
+        ("nf4", "mmap"),
+        pytest.param("nf4", "pageable", marks=pytest.mark.slow),
+        pytest.param("bf16", "mmap", marks=pytest.mark.slow),
+    ],
 )
 def test_training_is_exact_whatever_the_way(
     checkpoint: Path, tmp_path: Path, precision: str, mode: str

@@ -33,6 +33,7 @@ def gate(
     )
 
 
+@pytest.mark.slow
 def test_every_way_of_nf4_is_exact() -> None:
     result = gate()
     record = result.record

@@ -432,7 +432,11 @@ def test_micro_batches_and_the_optimizers_state_add_up() -> None:
     once, four = (step_time(weights, attrs.evolve(run, accumulate=n), H200) for n in (1, 4))
     moved = 16 * weights.adapter_count(run.rank) / H200.link
     assert once.optimizer == four.optimizer == pytest.approx(moved)
-    assert four.seconds - moved == pytest.approx(4 * (once.seconds - moved))
+    launched = 28 * 7 * 2 * H200.optimizer
+    apart = moved + launched
+    assert four.seconds - apart == pytest.approx(4 * (once.seconds - apart))
+    fused = step_time(weights, attrs.evolve(run, fused=True), H200)
+    assert once.seconds - fused.seconds == pytest.approx(launched)
     assert four.link - moved == pytest.approx(4 * (once.link - moved))
     state = 8 * weights.adapter_count(run.rank)
     assert four.streamed - state == 4 * (once.streamed - state)

@@ -37,6 +37,7 @@ def run(bench: Any, path: Path, *line: str) -> tuple[int, dict[str, Any]]:
     return status, record
 
 
+@pytest.mark.slow
 def test_every_step_is_exact_and_nothing_grows(
     bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,9 +134,16 @@ class Weights:
 
     def adapter_count(self, rank: int) -> int:
         """Return how many parameters LoRA of a rank has on every linear layer of the decoder."""
+        return rank * sum(sum(w.shape) for w in self._adapted())
+
+    @property
+    def adapter_tensors(self) -> int:
+        """How many tensors they are: two for each linear layer of the decoder."""
+        return 2 * len(self._adapted())
+
+    def _adapted(self) -> list[Weight]:
         matrices = [w for layer in self.layers for w in layer if w.linear]
-        matrices += [w for w in self.decoder if w.linear]
-        return rank * sum(sum(w.shape) for w in matrices)
+        return matrices + [w for w in self.decoder if w.linear]
 
 
 def _aligned(nbytes: int) -> int:

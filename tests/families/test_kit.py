@@ -166,6 +166,7 @@ def test_a_manifest_tells_tensors_apart_by_dtype_shape_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("left_out", ["shared=()", "breaks=lambda decoder: ()"])
+@pytest.mark.slow
 def test_gemma_4_fails_without_what_it_says_of_its_layers(
     plugin_site: PluginSite, monkeypatch: pytest.MonkeyPatch, left_out: str
 ) -> None:

@@ -88,8 +88,10 @@ def test_kinds(lora: dict[str, Any]) -> None:
     [
         pytest.param({}, id="lora"),
         pytest.param({"trainable_token_indices": {"embed_tokens": [3, 7]}}, id="trainable-tokens"),
-        pytest.param({"modules_to_save": ["embed_tokens"]}, id="saved-embedding"),
-        pytest.param({"modules_to_save": ["lm_head"]}, id="saved-head"),
+        pytest.param(
+            {"modules_to_save": ["embed_tokens"]}, id="saved-embedding", marks=pytest.mark.slow
+        ),
+        pytest.param({"modules_to_save": ["lm_head"]}, id="saved-head", marks=pytest.mark.slow),
         pytest.param({"target_modules": [*EVERY, "embed_tokens"]}, id="embedding"),
         pytest.param({"target_modules": [*EVERY, "lm_head"]}, id="head"),
     ],

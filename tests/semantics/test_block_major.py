@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import copy
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -731,6 +732,16 @@ def test_after_an_exception_the_model_is_as_before(place: str, offload: bool) ->
     poros.unprepare(run.model)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt is raised, also where a shell started this process in the background and so
+    made it ignore SIGINT."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, found)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_a_loss_runs() -> None:
     """It reaches the caller's thread, while the micro-batch's goes on beside it."""
     run = Run(build(), streamed=True).train(1)

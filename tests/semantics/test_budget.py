@@ -59,9 +59,10 @@ def resident_steps() -> Arm:
     ("kept", "block_size"),
     [
         (3, 1),
-        (LAYERS, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 2), (3, 2))),
-        pytest.param(LAYERS, 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 1), (1, 2), (3, 2), (LAYERS, 1), (LAYERS, 2))
+        ),
     ],
 )
 def test_units_stay_and_the_bits_are_the_same(kept: int, block_size: int) -> None:
