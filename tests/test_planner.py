@@ -373,7 +373,7 @@ def test_long_sequences_need_room_for_a_layers_activations() -> None:
     weights = qwen("7b")
     memory = device_memory(weights, run)
     room = weights.head_bytes - memory.slots
-    assert memory.graph_workspace == block_workspace(weights, run) - room > 0
+    assert memory.graph_workspace > block_workspace(weights, run) - room > 0
     assert device_memory(weights, attrs.evolve(run, graphs=False)).graph_workspace == 0
 
 

@@ -49,6 +49,9 @@ _CUBLAS_BYTES = 8 * 4096 * 1024
 _SLACK = 0.115
 """What the allocator reserves beyond what is allocated and what a loop holds, as a share of all but
 the arena: 2 to 11 % in the cost records."""
+_POOL = 1.4
+"""What graphs reserve outside of the arena, in pieces, over what a block needs there. Fitted to the
+cost records at 2048 and 4096 tokens."""
 _EAGER = 2.45
 """What the backward of a block that is not captured yet reserves, in pieces, over what it needs:
 2.3 and 2.4 where all of it was outside of the arena."""
@@ -134,13 +137,15 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
     gradients = _FLOAT * weights.adapter_count(run.rank)
     before = sum(standing.values()) - standing["optimizer"] + gradients + held
     made = round((1 + _SLACK) * _ADAM * weights.adapter_count(run.rank))
+    if run.optimizer_state == "host":  # the arena stands aside while the state comes into being
+        made -= regions.size
     outside = max(0, workspace - room) if run.graphs else 0
     return Memory(
         moment=moment,
         components={k: v for k, v in (standing | moments[moment]).items() if v},
         slots=regions.slot_bytes,
         head=weights.head_bytes,
-        graph_workspace=outside,
+        graph_workspace=round(_POOL * outside),
         graphs=_GRAPHS_BYTES + 2 * blocks * _GRAPH_BYTES if run.graphs else 0,
         held=held,
         first=before + max(made, round(_EAGER * outside)) if run.graphs else 0,
