@@ -14,6 +14,10 @@ from poros_runtimes.streamed.pools import drawing
 
 __all__ = ["Capturer", "CudaCapturer", "LostGraphs", "Replayable"]
 
+_LEFT_ALONE = 0.05
+"""Share of the device's memory that graphs of further lengths leave to what a longer batch may
+need: they lie outside the allocator, which cannot have it back."""
+
 
 class LostGraphs(RuntimeError):
     """A capture failed in a way that makes earlier graphs useless, and later ones unlikely."""
@@ -37,6 +41,10 @@ class Capturer(Protocol):
             LostGraphs: something in it cannot be captured, and no earlier graph may be replayed.
             RuntimeError: something in it cannot be captured.
         """
+        ...
+
+    def has_room(self) -> bool:
+        """Say whether the device has memory for graphs beyond those of one length."""
         ...
 
     def lent(self) -> AbstractContextManager[None]:
@@ -138,6 +146,11 @@ class CudaCapturer:
             generator.graphsafe_set_state(generator.clone_state())
             return True
         return False
+
+    def has_room(self) -> bool:
+        """Whether more than ``_LEFT_ALONE`` of the device is free; see ``Capturer``."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free > _LEFT_ALONE * total
 
     @contextmanager
     def lent(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from poros_runtimes.streamed.capture import Replayable
 from poros_runtimes.streamed.executor import bound, differentiate, leaves_of, nothing_saved
 from poros_runtimes.streamed.signature import BackwardKey, ForwardKey, Layout, layout_of
 
-__all__ = ["BackwardEntry", "ForwardEntry"]
+__all__ = ["BackwardEntry", "ForwardEntry", "same_memory"]
 
 
 @define(eq=False)
@@ -25,7 +25,9 @@ class ForwardEntry:
     """A block's forward: seen once, captured, or refused.
 
     ``passed`` has for each output the input that it is, if the block only hands it on. ``caches``
-    are those that were copied within the capture: the graph reads their tensors.
+    are those that were copied within the capture: the graph reads their tensors. What is
+    ``guessed`` was learnt from a block of the same kind, and ``fits`` turns false if the capture
+    finds that it does not hold.
     """
 
     outputs: list[Layout]
@@ -34,6 +36,9 @@ class ForwardEntry:
     left_spec: Any = field(repr=False)
     passed: list[int | None] = field(repr=False)
     refused: bool = False
+    kind: object = field(default=None, repr=False)
+    guessed: bool = False
+    fits: bool = True
     graph: Replayable | None = None
     caches: list[IsolatedCache] = field(factory=list, repr=False)
     inputs: list[Buffer] = field(factory=list, repr=False)
@@ -76,12 +81,27 @@ class ForwardEntry:
             with torch.enable_grad(), restored(state, modules, rng=False), nothing_saved():
                 leaves = leaves_of([b.tensor for b in self.inputs], wanted)
                 found = static.run(leaves, bound)
+            if self.guessed and not self._describes(found, leaves, static.left_spec):
+                self.fits = False
+                return
             with torch.no_grad():
                 for buffer, tensor in zip(self.results, found, strict=True):
                     if buffer is not None:
                         buffer.fill_always(tensor)
 
         return body
+
+    def _describes(
+        self, found: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], left_spec: Any
+    ) -> bool:
+        """Whether this is what is said to leave the block."""
+        detached = [tensor.detach() for tensor in found]
+        return (
+            left_spec == self.left_spec
+            and [layout_of(tensor) for tensor in detached] == self.outputs
+            and [tensor.requires_grad for tensor in found] == self.differentiable
+            and [same_memory(tensor, leaves) for tensor in detached] == self.passed
+        )
 
     def static(self, call: BlockCall) -> BlockCall:
         """Return a call that reads its arguments from their buffers."""
@@ -111,7 +131,7 @@ class ForwardEntry:
 
 @define(eq=False)
 class BackwardEntry:
-    """A block's backward: seen once, captured, or refused."""
+    """A block's backward: seen once, captured, or refused; see ``ForwardEntry``."""
 
     layouts: list[Layout | None]
     graph: Replayable | None = None
@@ -120,6 +140,8 @@ class BackwardEntry:
     results: list[Buffer | None] = field(factory=list, repr=False)
     stretch: Stretch | None = field(default=None, repr=False)
     refused: bool = False
+    guessed: bool = False
+    fits: bool = True
 
     def body(
         self,
@@ -160,6 +182,9 @@ class BackwardEntry:
                 [None if buffer is None else buffer.tensor for buffer in self.gradients],
                 rng=False,
             )
+            if self.guessed and [g if g is None else layout_of(g) for g in found] != self.layouts:
+                self.fits = False
+                return
             for buffer, gradient in zip(self.results, found[:count], strict=True):
                 if buffer is not None and gradient is not None:
                     buffer.fill_always(gradient)
@@ -209,6 +234,14 @@ class BackwardEntry:
         pieces = iter(self.stretch.views(self.stretch.flat.clone()))
         absent = self.layouts[len(results) :]
         return results + [None if layout is None else next(pieces) for layout in absent]
+
+
+def same_memory(result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int | None:
+    """Return which input a result is, all of it and as it lies there; None if it is none."""
+    for index, tensor in enumerate(inputs):
+        if result.data_ptr() == tensor.data_ptr() and layout_of(result) == layout_of(tensor):
+            return index
+    return None
 
 
 def _caches(call: BlockCall) -> list[IsolatedCache]:

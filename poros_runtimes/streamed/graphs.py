@@ -27,12 +27,15 @@ from poros_runtimes.streamed.block_call import BlockCall
 from poros_runtimes.streamed.buffers import Pages, SharedBuffers, copied, largest_call
 from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
 from poros_runtimes.streamed.executor import EagerExecutor
-from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry
+from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry, same_memory
+from poros_runtimes.streamed.guesses import Guesses
 from poros_runtimes.streamed.signature import (
     BlockConstants,
     ForwardKey,
     backward_key,
+    backward_kind,
     forward_key,
+    forward_kind,
     layout_of,
 )
 
@@ -40,10 +43,11 @@ __all__ = ["SIGNATURES", "GraphExecutor"]
 
 _log = get_logger("graphs")
 
-SIGNATURES = 8
+SIGNATURES = 16
 """Calls of different shape or state that one block keeps two graphs for, if there is no budget;
 those that were not used for longest go first. As many as lengths padded to multiples of 64 come to
-up to 512 tokens. A graph takes 1 to 2 MB of device memory outside the allocator."""
+up to 512 tokens, with a mask and without one, as a batch has that needs no padding. A graph takes
+1 to 2 MB of device memory outside the allocator, so there are fewer where that runs out."""
 
 
 class GraphExecutor:
@@ -55,6 +59,7 @@ class GraphExecutor:
         device: torch.device,
         capturer: Capturer,
         first: Callable[[], AbstractContextManager[None]] = nullcontext,
+        settled: Callable[[], bool] = bool,
     ) -> None:
         """Make an executor that has captured nothing yet.
 
@@ -64,6 +69,7 @@ class GraphExecutor:
             capturer: captures the rest.
             first: a context for what runs eagerly because it was not seen before. Its units are
                 bound outside of it: they may move to make room, and not into memory of the context.
+            settled: whether the first steps are over; see [Note: Guesses].
         """
         self.replays = 0
         self._eager = eager
@@ -76,6 +82,7 @@ class GraphExecutor:
         self._signatures = SIGNATURES
         self._buffers = SharedBuffers(device, capturer)
         self._seen: dict[Block, OrderedDict[ForwardKey, ForwardEntry]] = {}
+        self._guesses = Guesses(settled)
         self._constants: dict[Block, tuple[int, BlockConstants]] = {}
         self._said: set[str] = set()
 
@@ -94,44 +101,81 @@ class GraphExecutor:
             return self._eager.forward(call, inputs, wanted)
         seen = self._seen.setdefault(call.block, OrderedDict())
         entry = seen.get(key)
+        self._guesses.met(before=entry is not None)
+        kind = None
         if entry is None:
-            with call.block.holding(call.layers, backward=False), self._first():
-                results, differentiable = self._eager.forward(call, inputs, wanted)
-            layouts = [layout_of(result) for result in results]
-            if None not in layouts:
-                entry = ForwardEntry(
-                    [layout for layout in layouts if layout],
-                    differentiable,
-                    self._epoch,
-                    call.left_spec,
-                    [_same_memory(result, inputs) for result in results],
-                    refused=self._drew_on_the_host(call),
-                )
-                call.replay = seen[key] = entry
-                self._forget(seen)
-            return results, differentiable
-        seen.move_to_end(key)
-        call.replay = entry
-        if not entry.refused:
+            kind = forward_kind(key, call, constants)
+            entry = self._guesses.forward(kind, epoch=self._epoch)
+        else:
+            seen.move_to_end(key)
+            call.replay = entry
+        if entry is not None and not entry.refused:
             with call.block.holding(call.layers, backward=False):
                 there = entry.epoch == self._epoch  # units may have moved to make room
                 if there and entry.graph is None:
                     self._attempt(entry, call, entry.body(key, call, wanted, self._buffers))
                 if there and entry.graph is not None:
+                    if kind is not None:
+                        self._keep(seen, key, entry, call)
                     entry.fill(call, inputs)
                     entry.graph.replay()
                     self.replays += 1
                     call.left_spec = entry.left_spec
                     return entry.handed_out(inputs, self._pages), entry.differentiable
-        return self._eager.forward(call, inputs, wanted)
+        if kind is None or self._off:
+            return self._eager.forward(call, inputs, wanted)
+        return self._see(call, inputs, wanted, key=key, kind=kind)
 
-    def _drew_on_the_host(self, call: BlockCall) -> bool:
-        """Whether a forward drew from the CPU generator: a graph would repeat what it decided."""
+    def _see(
+        self,
+        call: BlockCall,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        *,
+        key: ForwardKey,
+        kind: object,
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        """Run a forward that was not seen before, and remember what left it."""
         assert call.state is not None
-        if self._device.type == "cpu" or torch.equal(torch.get_rng_state(), call.state.rng[0]):
+        with call.block.holding(call.layers, backward=False), self._first():
+            results, differentiable = self._eager.forward(call, inputs, wanted)
+        layouts = [layout_of(result) for result in results]
+        if None not in layouts:
+            entry = ForwardEntry(
+                [layout for layout in layouts if layout],
+                differentiable,
+                self._epoch,
+                call.left_spec,
+                [same_memory(result, inputs) for result in results],
+                refused=self._drew_on_the_host(call.state.rng, call.block),
+                kind=kind,
+            )
+            if not entry.refused:
+                self._guesses.saw_forward(entry)
+            self._keep(self._seen.setdefault(call.block, OrderedDict()), key, entry, call)
+        return results, differentiable
+
+    def _keep(
+        self,
+        seen: OrderedDict[ForwardKey, ForwardEntry],
+        key: ForwardKey,
+        entry: ForwardEntry,
+        call: BlockCall,
+    ) -> None:
+        call.replay = seen[key] = entry
+        self._forget(seen)
+
+    def _drew_on_the_host(self, before: Sequence[torch.Tensor], block: Block) -> bool:
+        """Whether a block drew from the CPU generator: a graph would repeat what it decided.
+
+        Args:
+            before: random-number states from before it ran.
+            block: the block.
+        """
+        if self._device.type == "cpu" or torch.equal(torch.get_rng_state(), before[0]):
             return False
         reason = "it draws random numbers on the host"
-        self._say_once("block_runs_eagerly", block=call.block.name, reason=reason)
+        self._say_once("block_runs_eagerly", block=block.name, reason=reason)
         return True
 
     def backward(
@@ -152,14 +196,11 @@ class GraphExecutor:
             return self._eager.backward(call, inputs, wanted, gradients)
         known = forward.backward
         entry = known[1] if known is not None and known[0] == key else None
+        kind = None
         if entry is None:
-            with call.block.holding(call.layers, backward=True):
-                found = self._eager_backward(call, inputs, wanted, gradients)
-            layouts = [None if g is None else layout_of(g) for g in found]
-            lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
-            forward.backward = key, BackwardEntry(layouts, refused=lost)
-            return found
-        if not entry.refused and forward.graph is not None:
+            kind = forward.kind, backward_kind(key)
+            entry = self._guesses.backward(kind) if forward.graph is not None else None
+        if entry is not None and not entry.refused and forward.graph is not None:
             with call.block.holding(call.layers, backward=True):
                 there = forward.epoch == self._epoch  # units may have moved to make room
                 if there and entry.graph is None:
@@ -169,10 +210,20 @@ class GraphExecutor:
                         entry.body(forward, call, wanted, gradients, self._buffers),
                     )
                 if there and entry.graph is not None:
+                    forward.backward = key, entry
                     found = entry.replay(forward, call, inputs, gradients, device=self._device)
                     self.replays += 1
                     return found
-        return self._eager.backward(call, inputs, wanted, gradients)
+        if kind is None or self._off:
+            return self._eager.backward(call, inputs, wanted, gradients)
+        with call.block.holding(call.layers, backward=True):
+            found = self._eager_backward(call, inputs, wanted, gradients)
+        layouts = [None if g is None else layout_of(g) for g in found]
+        lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
+        forward.backward = key, BackwardEntry(layouts, refused=lost)
+        if not lost:
+            self._guesses.saw_backward(kind, layouts)
+        return found
 
     def _eager_backward(
         self,
@@ -240,14 +291,27 @@ class GraphExecutor:
         self, entry: ForwardEntry | BackwardEntry, call: BlockCall, body: Callable[[], None]
     ) -> None:
         """Capture ``body`` as the graph of ``entry``, or refuse it from here on."""
-        entry.graph = self._capture(body, call.block)
+        self._leave_room(call.block)
+        graph = self._capture(body, call.block)
+        entry.graph = graph if entry.fits else None
         entry.refused = entry.graph is None
+
+    def _leave_room(self, block: Block) -> None:
+        """Keep no more signatures than any block has by now, if the device is nearly full."""
+        kept = max(
+            sum(entry.graph is not None for entry in seen.values()) for seen in self._seen.values()
+        )
+        if 0 < kept < self._signatures and not self._capturer.has_room():
+            reason = f"device memory is nearly used up, so no more than {kept} lengths are kept"
+            self._say_once("graphs_limited", block=block.name, reason=reason)
+            self.keep(kept)
 
     def _capture(self, body: Callable[[], None], block: Block) -> Replayable | None:
         """Capture what ``body`` launches, or say once why it cannot be and return None."""
         found = rng_state(self._device)
         try:
-            return self._capturer.capture(body)
+            graph = self._capturer.capture(body)
+            return None if self._drew_on_the_host(found, block) else graph
         except Exception as error:
             self._say_once("graph_capture_failed", block=block.name, reason=str(error)[:200])
             if isinstance(error, LostGraphs):
@@ -273,11 +337,3 @@ class GraphExecutor:
         if event not in self._said:
             self._said.add(event)
             _log.warning(event, block=block, reason=reason)
-
-
-def _same_memory(result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int | None:
-    """Return which input a result is, all of it and as it lies there; None if it is none."""
-    for index, tensor in enumerate(inputs):
-        if result.data_ptr() == tensor.data_ptr() and layout_of(result) == layout_of(tensor):
-            return index
-    return None

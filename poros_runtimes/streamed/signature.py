@@ -27,7 +27,9 @@ __all__ = [
     "ForwardKey",
     "Layout",
     "backward_key",
+    "backward_kind",
     "forward_key",
+    "forward_kind",
     "layout_of",
 ]
 
@@ -103,6 +105,7 @@ class BlockConstants:
 
     def __init__(self, block: Block) -> None:
         modules = block.modules.modules
+        self._modules = modules
         roots = set(map(id, block.roots))
         self._dropouts: list[Any] = [m for m in modules if hasattr(m, "p") and _is_dropout(m)]
         self._attentions: list[Any] = [m for m in modules if hasattr(m, "attention_dropout")]
@@ -155,6 +158,10 @@ class BlockConstants:
             for module, name in self._buffers
         )
         return (*parameters, *buffers)
+
+    def makeup(self) -> tuple[object, ...]:
+        """Return which classes of modules there are, and which parameters each has."""
+        return tuple((type(module), tuple(module._parameters)) for module in self._modules)
 
     def read(self) -> tuple[object, ...]:
         """Return the settings as they are now."""
@@ -266,6 +273,33 @@ def backward_key(
     return BackwardKey(
         tuple(layouts), tuple(wanted), constants.places(), ambient(call.state.device)
     )
+
+
+def forward_kind(key: ForwardKey, call: BlockCall, constants: BlockConstants) -> tuple[object, ...]:
+    """Return all of a key that blocks of the same kind share: not where things are.
+
+    What such a block hands out is likely to be what another one does; it is no more than likely.
+    """
+    return (
+        len(key.layers),
+        key.inputs,
+        key.arguments,
+        key.structure,
+        _without_addresses(key.places),
+        key.flags,
+        key.constants[1:],  # the first is the block's own count of changes
+        constants.makeup(),
+        tuple(tuple(param.shape) for _, _, param in call.trained),
+    )
+
+
+def backward_kind(key: BackwardKey) -> tuple[object, ...]:
+    """Return all of a key that blocks of the same kind share; see ``forward_kind``."""
+    return key.gradients, key.wanted, _without_addresses(key.places), key.ambient
+
+
+def _without_addresses(places: Sequence[Any]) -> tuple[object, ...]:
+    return tuple(place[2:] if isinstance(place, tuple) else place != -1 for place in places)
 
 
 class _Eager:

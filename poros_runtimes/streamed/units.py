@@ -92,9 +92,15 @@ class Units:
         self.graphs: GraphExecutor | None = None
         self._capturer: CudaCapturer | None = None
         if isinstance(self.memory.arena, GraphArena):
-            arena, lends = self.memory.arena, self._first.going_on
-            self._capturer = CudaCapturer(arena, device=plan.device, lends=lends)
-            self.graphs = GraphExecutor(self.eager, plan.device, self._capturer, self._first.eager)
+            arena, first = self.memory.arena, self._first
+            self._capturer = CudaCapturer(arena, device=plan.device, lends=first.going_on)
+            self.graphs = GraphExecutor(
+                self.eager,
+                plan.device,
+                self._capturer,
+                first.eager,
+                settled=lambda: not first.going_on(),
+            )
             if self._budget is not None:
                 self.graphs.keep(_SIGNATURES[0])
         register(self)

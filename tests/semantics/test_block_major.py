@@ -549,6 +549,9 @@ class FunctionCapturer:
 
         return Again
 
+    def has_room(self) -> bool:
+        return True
+
     def lent(self) -> AbstractContextManager[None]:
         return nullcontext()
 
