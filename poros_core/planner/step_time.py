@@ -46,7 +46,9 @@ class Rates:
         compute: floating-point operations a second that a step's matrix products reach, or None if
             nothing is known of the GPU.
         dequantise: numbers of a quantised weight a second.
-        kernels: seconds that the small kernels of a layer's forward take whatever its size.
+        kernels: seconds that the small kernels of a layer's forward take whatever its size, apart
+            from those of its normalisations.
+        norm: seconds that the kernels of a normalisation's forward take whatever its size.
         linear_attention: seconds for each token and layer of linear attention beyond its matrix
             products.
         launch: seconds in which the host launches a layer's kernels one by one, both ways.
@@ -60,6 +62,7 @@ class Rates:
     compute: float | None = None
     dequantise: float = math.inf
     kernels: float = 0.0
+    norm: float = 0.0
     linear_attention: float = 0.0
     launch: float = 0.0
     beside: float = 0.0
@@ -72,8 +75,9 @@ CARDS: Mapping[str, Rates] = {
         link=55.4e9,
         compute=381e12,
         dequantise=7.5e11,
-        kernels=5.5e-4,
-        linear_attention=1.0e-5,
+        kernels=2e-4,
+        norm=1.2e-4,
+        linear_attention=8e-6,
         launch=0.017,
         beside=0.01,
         optimizer=1e-4,
@@ -259,7 +263,6 @@ def _compute(weights: Weights, run: RunSettings, rates: Rates) -> tuple[float, f
     """
     if rates.compute is None:
         return None
-    layers = len(weights.layers)
     matrices = sum(w.count for layer in weights.layers for w in layer if w.linear)
     queries = sum(
         w.shape[0] for layer in weights.layers for w in layer if w.name.endswith("q_proj.weight")
@@ -267,7 +270,8 @@ def _compute(weights: Weights, run: RunSettings, rates: Rates) -> tuple[float, f
     linear = sum(any(LINEAR_ATTENTION in w.name for w in layer) for layer in weights.layers)
     products = 2 * matrices * run.tokens / rates.compute
     attention = 2 * queries * run.tokens * run.seq_len / rates.compute
-    fixed = layers * rates.kernels
+    norms = sum("norm" in w.name.split(".")[-2] for layer in weights.layers for w in layer)
+    fixed = len(weights.layers) * rates.kernels + norms * rates.norm
     fixed += matrices / rates.dequantise if run.precision == "nf4" else 0.0
     recurrent = rates.linear_attention / 4 * run.tokens * linear
     return (
