@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -168,6 +169,28 @@ def run(model: Any, script: Script, device: torch.device, *, steps: int = 4) -> 
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *(p.detach().clone() for p in params), torch.get_rng_state()]
+
+
+def later(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+    """A length that comes when another one has come often, and goes on coming."""
+    loss = model(**batch(step, device, length=12 if step < 3 or step == 4 else 20)).loss
+    loss.backward()
+    return [loss.detach()]
+
+
+def counted_run(
+    model: Any, script: Script, device: torch.device
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Run six steps, and return how many blocks ran eagerly in each, and what came out."""
+    counts = [0]
+
+    def counted(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
+        found = script(model, step, device)
+        counts.append(handle_of(model).counters()["eager_blocks"])
+        return found
+
+    found = run(model, counted, device, steps=6)
+    return [after - before for before, after in pairwise(counts)], found
 
 
 def graphs_kept(model: Any) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -16,38 +15,16 @@ from helpers_graphs import (
     Again,
     FunctionCapturer,
     RunningCapturer,
-    Script,
     batch,
+    counted_run,
     handle_of,
+    later,
     make,
     run,
 )
 
 from poros_families.gemma3 import GEMMA3
 from poros_families.qwen2 import QWEN2
-
-
-def later(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
-    """A length that comes when another one has come often, and goes on coming."""
-    loss = model(**batch(step, device, length=12 if step < 3 or step == 4 else 20)).loss
-    loss.backward()
-    return [loss.detach()]
-
-
-def counted_run(
-    model: Any, script: Script, device: torch.device
-) -> tuple[list[int], list[torch.Tensor]]:
-    """Run six steps, and return how many blocks ran eagerly in each, and what came out."""
-    counts = [0]
-
-    def counted(model: Any, step: int, device: torch.device) -> list[torch.Tensor]:
-        found = script(model, step, device)
-        counts.append(handle_of(model).counters()["eager_blocks"])
-        return found
-
-    found = run(model, counted, device, steps=6)
-    return [after - before for before, after in pairwise(counts)], found
-
 
 TWO_KINDS = {
     **GEMMA3.shapes["tiny"],

@@ -28,7 +28,7 @@ from poros_core.workspaces import drop_workspaces
 from poros_runtimes.streamed.pools import Pool
 from poros_runtimes.streamed.streams import own_stream
 
-__all__ = ["Arena", "GraphArena", "PlainArena"]
+__all__ = ["Arena", "GraphArena", "PlainArena", "not_filled"]
 
 _BLOCK = 512
 """Bytes. What the CUDA caching allocator rounds sizes up to, so that blocks adjoin."""
@@ -60,7 +60,7 @@ class PlainArena:
     shareable = True
 
     def __init__(self, size: int, *, device: torch.device) -> None:
-        with _not_filled():
+        with not_filled():
             self.memory = torch.empty(size, dtype=torch.uint8, device=device)
 
     def used_by(self, stream: Any) -> None:
@@ -194,12 +194,12 @@ class GraphArena:
         return False
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        with _not_filled(), torch.cuda.stream(self.stream), self.pool.used():
+        with not_filled(), torch.cuda.stream(self.stream), self.pool.used():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 @contextmanager
-def _not_filled() -> Iterator[None]:
+def not_filled() -> Iterator[None]:
     """See [Note: Memory that is not filled]."""
     settings: Any = torch.utils.deterministic
     found = settings.fill_uninitialized_memory

@@ -41,6 +41,7 @@ from poros_runtimes.streamed.model_calls import (
     wants_hidden_states,
 )
 from poros_runtimes.streamed.units import Units
+from poros_runtimes.streamed.walks import attach_walks
 
 __all__ = ["StreamedHandle"]
 
@@ -119,6 +120,7 @@ class StreamedHandle:
             attachments.set(root, "_apply", guard_root(root, dtypes=dtypes, device=plan.device))
         ignored = [n for n, p in model.named_parameters() if id(p) in streamed]
         attachments.set(model, "_ddp_params_and_buffers_to_ignore", ignored)
+        attach_walks(attachments, [model, plan.model], layers=self._layers)
 
     # -- following a forward -----------------------------------------------------------------
 
