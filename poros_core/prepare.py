@@ -59,6 +59,7 @@ def prepare(
     vram_budget: int | str | None = None,
     graphs: Graphs = "auto",
     offload_activations: bool = False,
+    copy_ahead: bool = False,
     runtime: str = "streamed",
     device: torch.device | str | int | None = None,
     verbose: bool = True,
@@ -81,6 +82,9 @@ def prepare(
             page-locked host memory between its forward and its backward. Copies are overlapped
             with compute, and the bits are the same. For long sequences: on the device the
             hidden states of all blocks grow with the depth times the tokens.
+        copy_ahead: between two losses, on CUDA, copy units into memory that the allocator has and
+            nobody needs, so that the link is not idle while the loop does other things. What that
+            gives has not been measured yet, so it is off by default.
         runtime: name of the runtime plugin.
         device: the compute device; None means the CUDA device that the model is on, else the
             current CUDA device, else the CPU.
@@ -101,6 +105,7 @@ def prepare(
         vram_budget=vram_budget,
         graphs=graphs,
         offload_activations=offload_activations,
+        copy_ahead=copy_ahead,
         runtime=runtime,
     )
     _check(model)

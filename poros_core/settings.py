@@ -66,6 +66,8 @@ class Settings:
             error elsewhere) or ``"off"``.
         offload_activations: keep the hidden state that enters each block, but for the last, in
             page-locked host memory between its forward and its backward.
+        copy_ahead: between two losses, copy units into memory that the allocator has and nobody
+            needs.
         runtime: name of the runtime plugin.
         poison: fill released memory with 0xFF bytes (NaN in every float format), so that a read
             of a unit that is not there shows in the numbers. For tests; costs time.
@@ -77,5 +79,6 @@ class Settings:
     )
     graphs: Graphs = field(default="auto", validator=_graphs)
     offload_activations: bool = field(default=False, validator=_yes_or_no)
+    copy_ahead: bool = field(default=False, validator=_yes_or_no)
     runtime: str = "streamed"
     poison: bool = field(factory=lambda: os.environ.get(POISON_VARIABLE) == "1")

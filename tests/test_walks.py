@@ -233,6 +233,9 @@ def test_changes_deep_inside_are_seen() -> None:
     check_train(model)
 
 
+ANOTHER = nn.Linear(1, 1)
+
+
 class Walker(nn.Module):
     """Has walks and a ``train`` of its own."""
 
@@ -244,6 +247,7 @@ class Walker(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         for name, module in super().named_modules(*args, **kwargs):
             yield name + "!", module
+        yield "another", ANOTHER  # each time that it is asked
 
     def train(self, mode: bool = True) -> Any:
         self.modes.append(mode)

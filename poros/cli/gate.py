@@ -65,6 +65,7 @@ def gate(
     vram_budget: flags.VramBudget = None,
     graphs: flags.Graphs = "auto",
     offload_activations: flags.OffloadActivations = False,
+    copy_ahead: flags.CopyAhead = False,
     optimizer_state: flags.OptimizerState = "device",
     data: flags.Data = None,
     seed: flags.Seed = 0,
@@ -135,6 +136,7 @@ def gate(
             "vram_budget": vram_budget,
             "graphs": graphs,
             "offload_activations": offload_activations,
+            "copy_ahead": copy_ahead,
         }
     )
     files = {

@@ -70,6 +70,14 @@ OffloadActivations = Annotated[
         help="Keep the streamed arm's hidden states between blocks on the host.",
     ),
 ]
+CopyAhead = Annotated[
+    bool,
+    typer.Option(
+        "--copy-ahead",
+        metavar="",
+        help="Copy units of the streamed arm into idle device memory before their turn.",
+    ),
+]
 OptimizerState = Annotated[
     str,
     typer.Option(help="Where the streamed arm's optimizer state is between steps: device, host."),

@@ -265,6 +265,7 @@ class Workshop:
                 vram_budget=settings.vram_budget,
                 graphs=settings.graphs,
                 offload_activations=settings.offload_activations,
+                copy_ahead=settings.copy_ahead,
                 runtime=settings.runtime,
                 verbose=False,
             )

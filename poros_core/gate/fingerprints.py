@@ -41,7 +41,7 @@ _WHERE_ONLY = (
         "plant_fault",
         "plant",
     ),
-    *("block_size", "vram_budget", "graphs", "offload_activations", "model"),
+    *("block_size", "vram_budget", "graphs", "offload_activations", "copy_ahead", "model"),
 )
 """Settings that say where things are and not what is computed. Inputs have a check of their own."""
 

@@ -148,9 +148,11 @@ class CudaCapturer:
         return False
 
     def has_room(self) -> bool:
-        """Whether more than ``_LEFT_ALONE`` of the device is free; see ``Capturer``."""
+        """Whether more than ``_LEFT_ALONE`` of the device is free, or idle in the allocator; see
+        ``Capturer``."""
         free, total = torch.cuda.mem_get_info(self._device)
-        return free > _LEFT_ALONE * total
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free + idle > _LEFT_ALONE * total
 
     @contextmanager
     def lent(self) -> Iterator[None]:

@@ -119,10 +119,8 @@ def differentiate(
     gradients: Sequence[torch.Tensor | None],
     *,
     rng: bool,
-    around: AbstractContextManager[object] | None = None,
 ) -> list[torch.Tensor | None]:
-    """Recompute a block whose units are bound, and return its gradients; see ``Executor``. The
-    recompute runs inside of ``around``.
+    """Recompute a block whose units are bound, and return its gradients; see ``Executor``.
 
     Only the recompute runs under the forward's state: the gradient kernels see the state that
     the backward was called in, as a resident run's do.
@@ -133,7 +131,6 @@ def differentiate(
         with (
             restored(call.state, call.block.modules, rng=rng),
             _aliased(call.trained) as aliases,
-            around or nullcontext(),
         ):
             found = call.run(leaves, bound)
     used = [

@@ -14,7 +14,6 @@ from poros_runtimes.streamed.block_call import BlockCall
 from poros_runtimes.streamed.buffers import Buffer, Pages, SharedBuffers, Stretch
 from poros_runtimes.streamed.caches import IsolatedCache
 from poros_runtimes.streamed.capture import Replayable
-from poros_runtimes.streamed.dead_code import DeadCode, leaving
 from poros_runtimes.streamed.executor import bound, differentiate, leaves_of, nothing_saved
 from poros_runtimes.streamed.signature import BackwardKey, ForwardKey, Layout, layout_of
 
@@ -132,11 +131,9 @@ class ForwardEntry:
 
 @define(eq=False)
 class BackwardEntry:
-    """A block's backward: seen once, captured, or refused; see ``ForwardEntry``. What is ``dead``
-    is left out of what is captured."""
+    """A block's backward: seen once, captured, or refused; see ``ForwardEntry``."""
 
     layouts: list[Layout | None]
-    dead: DeadCode | None = field(default=None, repr=False)
     graph: Replayable | None = None
     caches: list[IsolatedCache] = field(factory=list, repr=False)
     gradients: list[Buffer | None] = field(factory=list, repr=False)
@@ -178,18 +175,13 @@ class BackwardEntry:
         static = forward.static(call)
 
         def body() -> None:
-            without = leaving(self.dead)
             found = differentiate(
                 static,
                 [buffer.tensor for buffer in forward.inputs],
                 wanted,
                 [None if buffer is None else buffer.tensor for buffer in self.gradients],
                 rng=False,
-                around=without,
             )
-            if without is not None and not without.held:
-                self.dead, self.fits = None, False
-                return
             if self.guessed and [g if g is None else layout_of(g) for g in found] != self.layouts:
                 self.fits = False
                 return

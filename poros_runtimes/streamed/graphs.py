@@ -26,7 +26,6 @@ from poros_runtimes.streamed.block import Block
 from poros_runtimes.streamed.block_call import BlockCall
 from poros_runtimes.streamed.buffers import Pages, SharedBuffers, copied, largest_call
 from poros_runtimes.streamed.capture import Capturer, LostGraphs, Replayable
-from poros_runtimes.streamed.dead_code import DeadCode, Proofs
 from poros_runtimes.streamed.executor import EagerExecutor
 from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry, same_memory
 from poros_runtimes.streamed.guesses import Guesses
@@ -84,7 +83,6 @@ class GraphExecutor:
         self._buffers = SharedBuffers(device, capturer)
         self._seen: dict[Block, OrderedDict[ForwardKey, ForwardEntry]] = {}
         self._guesses = Guesses(settled)
-        self._proofs = Proofs()
         self._constants: dict[Block, tuple[int, BlockConstants]] = {}
         self._said: set[str] = set()
 
@@ -202,8 +200,6 @@ class GraphExecutor:
         if entry is None:
             kind = forward.kind, backward_kind(key)
             entry = self._guesses.backward(kind) if forward.graph is not None else None
-            if entry is not None:
-                entry.dead = self._proofs.proved(call.block, entry.dead)
         if entry is not None and not entry.refused and forward.graph is not None:
             with call.block.holding(call.layers, backward=True):
                 there = forward.epoch == self._epoch  # units may have moved to make room
@@ -220,16 +216,25 @@ class GraphExecutor:
                     return found
         if kind is None or self._off:
             return self._eager.backward(call, inputs, wanted, gradients)
+        before = rng_state(self._device)
         with call.block.holding(call.layers, backward=True):
             found = self._eager_backward(call, inputs, wanted, gradients)
-            layouts = [None if g is None else layout_of(g) for g in found]
-            lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
-            entry = BackwardEntry(layouts, refused=lost)
-            if not lost:
-                entry.dead = self._find_dead(call, inputs, wanted, gradients, found)
-                self._guesses.saw_backward(kind, entry)
-        forward.backward = key, entry
+        layouts = [None if g is None else layout_of(g) for g in found]
+        lost = any(g is not None and x is None for g, x in zip(found, layouts, strict=True))
+        refused = lost or self._drew_in_the_backward(before, call.block)
+        forward.backward = key, BackwardEntry(layouts, refused=refused)
+        if not refused:
+            self._guesses.saw_backward(kind, layouts)
         return found
+
+    def _drew_in_the_backward(self, before: Sequence[torch.Tensor], block: Block) -> bool:
+        """Whether gradients drew random numbers: a graph would draw them from the forward's state,
+        and leave the caller's as it was."""
+        if all(map(torch.equal, before, rng_state(self._device))):
+            return False
+        reason = "its backward draws random numbers"
+        self._say_once("block_runs_eagerly", block=block.name, reason=reason)
+        return True
 
     def _eager_backward(
         self,
@@ -253,24 +258,6 @@ class GraphExecutor:
             self._capturer.settle()
         torch.cuda.empty_cache()
         return self._eager.backward(call, inputs, wanted, gradients)
-
-    def _find_dead(
-        self,
-        call: BlockCall,
-        inputs: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
-        gradients: Sequence[torch.Tensor | None],
-        found: Sequence[torch.Tensor | None],
-    ) -> DeadCode | None:
-        """Return what can be left out of a backward, which gave ``found``."""
-        try:
-            with self._capturer.lent():
-                return self._proofs.find(call, inputs, wanted, gradients, found)
-        except (NotImplementedError, RuntimeError) as error:  # it cannot be followed, or no memory
-            _log.debug("dead_code_not_followed", block=call.block.name, reason=str(error)[:200])
-            return None
-        finally:
-            self._capturer.settle()
 
     def end_forward(self) -> None:
         """A forward of the decoder ended."""
@@ -317,9 +304,6 @@ class GraphExecutor:
         """Capture ``body`` as the graph of ``entry``, or refuse it from here on."""
         self._leave_room(call.block)
         graph = self._capture(body, call.block)
-        if not entry.fits and not entry.guessed:  # what was thought to be dead did not come again
-            entry.fits = True
-            graph = self._capture(body, call.block)
         entry.graph = graph if entry.fits else None
         entry.refused = entry.graph is None
 

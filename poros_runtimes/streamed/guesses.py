@@ -13,11 +13,12 @@ the first steps, whose memory is looked after differently.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from poros_runtimes.streamed.graph_entries import BackwardEntry, ForwardEntry
+from poros_runtimes.streamed.signature import Layout
 
 __all__ = ["Guesses"]
 
@@ -38,7 +39,7 @@ class Guesses:
         """
         self._ready = ready
         self._forwards: OrderedDict[object, ForwardEntry] = OrderedDict()
-        self._backwards: OrderedDict[object, BackwardEntry] = OrderedDict()
+        self._backwards: OrderedDict[object, tuple[Layout | None, ...]] = OrderedDict()
         self._again = 0
         self._new = 0
 
@@ -69,7 +70,7 @@ class Guesses:
         if known is None or not self._likely:
             return None
         self._backwards.move_to_end(kind)
-        return attrs.evolve(known, guessed=True)
+        return BackwardEntry(list(known), guessed=True)
 
     def saw_forward(self, entry: ForwardEntry) -> None:
         """A forward ran eagerly, which is not refused."""
@@ -77,9 +78,9 @@ class Guesses:
         if len(self._forwards) > _KINDS:
             self._forwards.popitem(last=False)
 
-    def saw_backward(self, kind: object, entry: BackwardEntry) -> None:
-        """A backward ran eagerly, which is not refused."""
-        self._backwards[kind] = attrs.evolve(entry)
+    def saw_backward(self, kind: object, layouts: Sequence[Layout | None]) -> None:
+        """A backward ran eagerly, and its gradients had these layouts."""
+        self._backwards[kind] = tuple(layouts)
         if len(self._backwards) > _KINDS:
             self._backwards.popitem(last=False)
 

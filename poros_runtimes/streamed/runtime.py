@@ -152,7 +152,7 @@ class StreamedHandle:
         if torch.is_grad_enabled() and call.part is None:
             self._mark(tokens)
         if call.part is None:
-            self.units.begin_forward()
+            self.units.begin_forward(tokens=tokens)
         else:
             call.part.begin(call.token, tokens=tokens)
 
@@ -288,10 +288,12 @@ class StreamedHandle:
         """Return running totals; see ``RuntimeHandle``."""
         kept = self.units.activations
         out, back = (0, 0) if kept is None else (kept.bytes_out, kept.bytes_back)
+        ahead = self.units.window.ahead
+        sooner, copies = (0, 0) if ahead is None else (ahead.bytes_copied, ahead.copies)
         return {
             "activation_bytes": out + back,
-            "bytes_streamed": self.units.window.bytes_streamed + back,
-            "copies": self.units.window.copies,
+            "bytes_streamed": self.units.window.bytes_streamed + sooner + back,
+            "copies": self.units.window.copies + copies,
             "eager_blocks": self.units.eager.blocks,
             "graph_replays": 0 if self.units.graphs is None else self.units.graphs.replays,
             "resident_units": len(self.units.resident),

@@ -25,6 +25,7 @@ from poros_core.scratch import register
 from poros_core.settings import Settings
 from poros_core.workspaces import drop_workspaces
 from poros_runtimes.streamed.activations import HostActivations
+from poros_runtimes.streamed.ahead import Ahead, IdleMemory
 from poros_runtimes.streamed.arena import Arena, GraphArena
 from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.boundary import graph_is_retained
@@ -87,6 +88,14 @@ class Units:
             poison=settings.poison,
         )
         self.window = self.memory.window
+        self._tokens_ahead = self._tokens_now = 0
+        if settings.copy_ahead and store.ring is None:
+            self.window.ahead = Ahead(
+                IdleMemory(plan.device),
+                lane=make_lane(plan.device),
+                nbytes=max(self.sizes.layers, default=0),
+                poison=settings.poison,
+            )
         self._reclaim: Callable[[], None] | None = None
         self.eager = EagerExecutor()
         self.graphs: GraphExecutor | None = None
@@ -145,8 +154,15 @@ class Units:
 
     # -- a forward -----------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """A forward of the decoder starts: copy what it starts with."""
+    def begin_forward(self, *, tokens: int = 0) -> None:
+        """A forward of the decoder starts: copy what it starts with.
+
+        Args:
+            tokens: how many it takes.
+        """
+        self._tokens_now = tokens
+        if not torch.is_grad_enabled() or tokens > self._tokens_ahead:
+            self._end_ahead()  # it may need memory that the step before did not
         self._make_room()
         if torch.is_grad_enabled():
             measured = self._first.forward()
@@ -169,6 +185,7 @@ class Units:
             token: the call's.
             backward: whether a backward will come to the decoder's output.
         """
+        self._end_ahead()
         if self._head is not None and not self._head_bound:
             self._have_arena()
             if self.shared and not self.memory.shareable and self._capturer is not None:
@@ -201,6 +218,9 @@ class Units:
             self._move_layers("a graph is retained for another backward")
         if self._head_bound and not any(other.head for other in self._tokens):
             self.park_head()
+        if self.window.ahead is not None and not self._first.going_on():
+            self._tokens_ahead = self._tokens_now
+            self.window.ahead.start()
         self.window.prefetch(
             upcoming_backward(self._count, lowest=self._lowest, layers=self._count)
         )
@@ -259,6 +279,11 @@ class Units:
             self.park_head()
         assert self._head is not None
         self.window.vacate(self._head)
+
+    def _end_ahead(self) -> None:
+        """Give back what units that wait for a slot lie in."""
+        if self.window.ahead is not None:
+            self.window.ahead.end()
 
     # -- the arena -----------------------------------------------------------------------------
 
@@ -337,6 +362,7 @@ class Units:
 
     def lend(self, nbytes: int, reclaim: Callable[[], None]) -> torch.Tensor | None:
         """Lend the end of the arena; see ``Lender``."""
+        self._end_ahead()
         start = (self.window.arena.nbytes - nbytes) // ALIGNMENT * ALIGNMENT
         if not self._idle or start < 0 or not self.window.clear(Region(start, nbytes)):
             return None
@@ -350,6 +376,7 @@ class Units:
 
     def stand_aside(self) -> None:
         """Free the arena until the next forward; see ``Lender``."""
+        self._end_ahead()
         if not self._idle or not self.window.clear(Region(0, self.window.arena.nbytes)):
             return
         self.window.drop()
@@ -362,6 +389,7 @@ class Units:
         """Park everything, and let the device finish."""
         if self._reclaim is not None:
             self._reclaim()
+        self._end_ahead()
         for unit in self._plan.units():
             unit.keep_parameters()
         self.park_head()

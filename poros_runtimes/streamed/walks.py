@@ -107,12 +107,14 @@ def _walk_modules(
     while levels:
         above, children = levels[-1]
         for name, module in children:
-            if module is None or module in memo:
+            if module is None:
                 continue
             path = above + name
             other = type(module).named_modules is not _NAMED_MODULES
             if (other or "named_modules" in module.__dict__) and _walks_itself(module):
                 yield from module.named_modules(memo, path, True)
+                continue
+            if module in memo:
                 continue
             memo.add(module)
             yield path, module
@@ -156,12 +158,14 @@ def _walk_parameters(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Par
     while levels:
         above, children = levels[-1]
         for name, module in children:
-            if module is None or module in memo:
+            if module is None:
                 continue
             other = type(module).named_modules is not _NAMED_MODULES
             if (other or "named_modules" in module.__dict__) and _walks_itself(module):
                 for path, owner in module.named_modules(memo, above + name, True):
                     yield from _parameters_of(owner, path, given)
+                continue
+            if module in memo:
                 continue
             memo.add(module)
             if module._parameters:

@@ -12,6 +12,7 @@ from poros_core.errors import StateError
 from poros_core.host_store import UnitImage
 from poros_core.protocols import TensorRef
 from poros_core.schedule import Region, fetches
+from poros_runtimes.streamed.ahead import Ahead
 from poros_runtimes.streamed.lane import POISON, Event, Lane
 
 __all__ = ["Residency", "Window"]
@@ -110,11 +111,13 @@ class Window:
             readable: units that may rightly be read while parked, so never bound to poison.
         """
         self.arena = arena
+        self.ahead: Ahead | None = None
         self.copies = 0
         self.bytes_streamed = 0
         self._lane = lane
         self._poison = poison
         self._last: Event | None = None
+        self._readable = readable
         self._places: list[_Place | None] = []
         for image, region in zip(images, regions, strict=True):
             if image is None or region is None:
@@ -175,6 +178,23 @@ class Window:
         busy = [i for i, p in enumerate(places) if p is not None and p.users]
         for unit in fetches(upcoming, present=present, busy=busy, conflict=self.conflict):
             self._fetch(unit)
+        if self.ahead is not None and self.ahead.open:
+            self.ahead.fetch(
+                upcoming,
+                present={i for i, p in enumerate(places) if p and p.state is not Residency.HOST},
+                conflicts=self._conflicts,
+                image=self._waiting_image,
+            )
+
+    def _conflicts(self, unit: int) -> Sequence[int]:
+        place = self._places[unit]
+        return () if place is None else place.overlapping
+
+    def _waiting_image(self, unit: int) -> UnitImage | None:
+        """Return what is copied of a unit that may wait for its slot; None for one that may not,
+        which is read while it is parked."""
+        place = self._places[unit]
+        return None if place is None or unit in self._readable else place.image
 
     def acquire(self, unit: int) -> None:
         """Bind a unit for kernels issued from here on; copy it first if it is not there.
@@ -292,8 +312,10 @@ class Window:
         others = [other for index in place.overlapping if (other := self._places[index])]
         if any(other.users for other in others):
             raise StateError(_HELD)
-        source = place.image.bytes_for_copy()[: place.region.size]
-        events = [place.event, *(other.event for other in others)]
+        waiting = None if self.ahead is None else self.ahead.take(unit)
+        source, there = waiting or (place.image.bytes_for_copy(), None)
+        source = source[: place.region.size]
+        events = [place.event, there, *(other.event for other in others)]
         if place.beyond:
             events.append(self._last)
         after = [event for event in events if event is not None]
@@ -302,7 +324,11 @@ class Window:
             other.event = None
             if other.state is not Residency.HOST:
                 other.forget()
-        place.image.copied(place.event)
         place.move(Residency.IN_FLIGHT)
+        if waiting is not None:
+            assert self.ahead is not None
+            self.ahead.taken(unit, place.event)
+            return
+        place.image.copied(place.event)
         self.copies += 1
         self.bytes_streamed += place.region.size

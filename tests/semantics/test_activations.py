@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from poros_runtimes.streamed.activation_memory import ActivationMemory
 from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.lane import HostLane
 from semantics.arms import BF16, FP32, LAYERS, NF4, Arm, Recipe, batches, compare, layers_of, play
+from semantics.lanes import LateLane
 
 HIDDEN = 64
 
@@ -290,59 +291,6 @@ def test_settings_that_cannot_be_honoured() -> None:
 
 
 # -- order -----------------------------------------------------------------------------------------
-
-
-class Bytes:
-    """Memory that is there only while somebody else holds it."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self._storage = weakref.ref(flat.untyped_storage())
-        self._at = flat.storage_offset(), flat.shape
-
-    def tensor(self) -> torch.Tensor:
-        storage = self._storage()
-        assert storage is not None, "memory is freed before a copy from or to it is done"
-        return torch.empty(0, dtype=torch.uint8).set_(storage, *self._at)
-
-
-class Late:
-    """A copy that runs as late as it may: when somebody waits for it, or for a later one."""
-
-    def __init__(self, lane: LateLane, target: Bytes, source: Bytes, after: list[Late]) -> None:
-        self.lane, self.target, self.source, self.after = lane, target, source, after
-
-    def run(self) -> None:
-        for event in self.after:
-            event.lane.wait(event)
-        self.target.tensor().copy_(self.source.tensor())
-
-
-class LateLane:
-    """A stream beside kernels that run at once."""
-
-    stalled_seconds = None
-
-    def __init__(self) -> None:
-        self.queue: list[Late] = []
-
-    def adopt(self, arena: Any) -> None:
-        """Arenas outlive their copies here."""
-
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, *, after: Iterable[Any], poison: bool
-    ) -> Late:
-        if poison:
-            target.fill_(0xFF)
-        earlier = [event for event in after if isinstance(event, Late)]
-        self.queue.append(Late(self, Bytes(target), Bytes(source), earlier))
-        return self.queue[-1]
-
-    def wait(self, event: Any) -> None:
-        while isinstance(event, Late) and event in self.queue:
-            self.queue.pop(0).run()
-
-    def record(self) -> object:
-        return object()
 
 
 @pytest.mark.parametrize("script", [several, last_layers_alone])

@@ -1,0 +1,234 @@
+"""Units that wait on the device for a slot, in memory that nobody else needs at the moment.
+
+[Note: Copies ahead]
+With two slots the link stands still whenever layers compute for longer than they are copied, and
+from the end of a backward to the next forward, while the loop does what it does between steps. What
+a loss took, logits above all, lies idle in the allocator all that time. With ``copy_ahead`` it is
+borrowed: from the start of a backward to the end of the next forward it holds the units that will
+be needed next, as they arrive on a stream of their own, and a unit that gets its slot is copied
+there from the device. Nothing else changes: a unit's address is that of its slot, and one that is
+not ahead comes from the host as ever.
+
+Memory is only taken if the allocator has it already: the peak is at the loss, and by then all of it
+has been given back, behind a wait of the compute stream for the copies. If the allocator has to
+reserve more all the same, nothing is borrowed again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from attrs import define, field
+
+from poros_core.host_store import UnitImage
+from poros_core.log import get_logger
+from poros_runtimes.streamed.arena import not_filled
+from poros_runtimes.streamed.lane import Event, Lane
+
+__all__ = ["Ahead", "IdleMemory", "Memory"]
+
+_log = get_logger("runtime")
+
+_SHARE = 0.6
+"""Of the blocks of idle memory that units fit in, how many are borrowed: the rest is for what a
+backward needs and a forward does not, such as gradients."""
+_MOST = 16
+"""Units that are borrowed for at most."""
+
+
+class Memory(Protocol):
+    """Where memory is borrowed."""
+
+    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+        """Return flat uint8 tensors of so many bytes each, as many as can be spared."""
+        ...
+
+
+class IdleMemory:
+    """What the CUDA caching allocator has reserved and not given out; see [Note: Copies ahead]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._most: int | None = None
+        self._reserved = 0
+
+    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+        """Borrow what is idle; see ``Memory``. A CPU's memory is nobody's to lend."""
+        if self._device.type != "cuda":
+            return []
+        reserved = torch.cuda.memory_reserved(self._device)
+        if self._most is None:
+            self._most = min(_MOST, int(_SHARE * self._fitting(nbytes)))
+            self._reserved = reserved
+        if self._most and reserved > self._reserved:
+            _log.info("copies_ahead_end", reserved=reserved, before=self._reserved)
+            self._most = 0
+            torch.cuda.empty_cache()
+        borrowed: list[torch.Tensor] = []
+        for _ in range(self._most):
+            with not_filled():
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            if torch.cuda.memory_reserved(self._device) > reserved:
+                self._most = len(borrowed)
+                del memory
+                torch.cuda.empty_cache()
+                break
+            borrowed.append(memory)
+        return borrowed
+
+    def _fitting(self, nbytes: int) -> int:
+        """Return how many tensors of a size fit in free blocks that any stream of work may use."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        cuda: Any = torch.cuda
+        segments: list[dict[str, Any]] = cuda.memory_snapshot()
+        return sum(
+            block["size"] // nbytes
+            for segment in segments
+            if segment["device"] == self._device.index
+            and tuple(segment["segment_pool_id"]) == (0, 0)
+            and segment["stream"] == stream
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        )
+
+
+@define(eq=False)
+class _Berth:
+    """Borrowed memory for one unit, which unit is there, and two events: that its bytes are there,
+    and that they may be overwritten."""
+
+    memory: torch.Tensor = field(repr=False)
+    free: Event
+    unit: int | None = None
+    there: Event | None = None
+
+
+class Ahead:
+    """The units that wait; see [Note: Copies ahead].
+
+    Attributes:
+        bytes_copied: from the host so far.
+        copies: how many units these were.
+    """
+
+    def __init__(self, memory: Memory, *, lane: Lane, nbytes: int, poison: bool) -> None:
+        """Borrow nothing yet.
+
+        Args:
+            memory: where to borrow.
+            lane: brings units from the host; its own, so that they need not wait behind slots.
+            nbytes: of the largest unit.
+            poison: fill memory with 0xFF before each copy.
+        """
+        self.bytes_copied = 0
+        self.copies = 0
+        self._memory = memory
+        self._lane = lane
+        self._nbytes = nbytes
+        self._poison = poison
+        self._berths: list[_Berth] = []
+        self._drained = weakref.finalize(self, _drain, self._berths, lane)
+        self._drained.atexit = False
+
+    @property
+    def open(self) -> bool:
+        """Whether there is memory."""
+        return bool(self._berths)
+
+    def start(self) -> None:
+        """Borrow memory, if there is none yet. Kernels issued so far may still use it."""
+        if not self._berths and self._nbytes:
+            memory = self._memory.borrow(self._nbytes)
+            now = self._lane.record()
+            self._berths.extend(_Berth(each, now) for each in memory)
+
+    def end(self) -> None:
+        """Give the memory back: kernels issued from here on may use it."""
+        _drain(self._berths, self._lane)
+
+    def fetch(
+        self,
+        upcoming: Iterable[int],
+        *,
+        present: Iterable[int],
+        conflicts: Callable[[int], Sequence[int]],
+        image: Callable[[int], UnitImage | None],
+    ) -> None:
+        """Issue the copies of units that will be needed next and have no slot.
+
+        Args:
+            upcoming: units in the order in which they will be needed.
+            present: units in their slots, or on their way there.
+            conflicts: the units that share a slot with one.
+            image: where a unit comes from; None if it does not stream.
+        """
+        wanted = self._wanted(upcoming, set(present), conflicts, image)
+        held = {berth.unit for berth in self._berths}
+        spare = [berth for berth in self._berths if berth.unit not in wanted]
+        for unit in wanted:
+            if unit in held:
+                continue
+            if not spare:
+                break
+            source = image(unit)
+            assert source is not None
+            self._copy(spare.pop(), unit, source)
+
+    def _wanted(
+        self,
+        upcoming: Iterable[int],
+        there: set[int],
+        conflicts: Callable[[int], Sequence[int]],
+        image: Callable[[int], UnitImage | None],
+    ) -> list[int]:
+        """Return the units that will be missing in their slots first, as many as there is room for,
+        if each is copied there when it is needed."""
+        missing: list[int] = []
+        for unit in upcoming:
+            if unit in there or image(unit) is None:
+                continue
+            there.difference_update(conflicts(unit))
+            there.add(unit)
+            if unit not in missing:
+                if len(missing) == len(self._berths):
+                    break
+                missing.append(unit)
+        return missing
+
+    def _copy(self, berth: _Berth, unit: int, image: UnitImage) -> None:
+        events = [berth.free, *([] if berth.there is None else [berth.there])]
+        berth.unit = None
+        source = image.bytes_for_copy()
+        target = berth.memory[: source.nbytes]
+        berth.there = self._lane.copy(target, source, after=events, poison=self._poison)
+        image.copied(berth.there)
+        berth.unit = unit
+        self.copies += 1
+        self.bytes_copied += source.nbytes
+
+    def take(self, unit: int) -> tuple[torch.Tensor, Event] | None:
+        """Return a unit's bytes and the event that they are there; None if it does not wait.
+        ``taken`` must follow."""
+        for berth in self._berths:
+            if berth.unit == unit:
+                assert berth.there is not None
+                return berth.memory, berth.there
+        return None
+
+    def taken(self, unit: int, event: Event) -> None:
+        """What ``take`` returned is read until ``event``. The unit stays until another comes."""
+        for berth in self._berths:
+            if berth.unit == unit:
+                berth.free = event
+
+
+def _drain(berths: list[_Berth], lane: Lane) -> None:
+    """Let go of berths, behind a wait of the compute stream for what is copied to or from them."""
+    for berth in berths:
+        lane.wait(berth.free)
+        if berth.there is not None:
+            lane.wait(berth.there)
+    berths.clear()

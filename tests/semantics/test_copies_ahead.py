@@ -1,0 +1,334 @@
+"""Units that wait on the device for a slot, in memory that is idle between two losses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import poros
+from poros_core.prepare import prepared_of
+from poros_core.schedule import upcoming_backward
+from poros_runtimes.streamed import activations, ahead, units
+from poros_runtimes.streamed.ahead import Ahead, IdleMemory
+from poros_runtimes.streamed.lane import HostLane
+from semantics.arms import FP32, NF4, Arm, Recipe, batches, compare, play
+from semantics.lanes import EarlyLane, LateLane
+
+CPU = torch.device("cpu")
+
+
+class Lent:
+    """Memory for so many units, and whether it is out."""
+
+    count = 3
+    made: ClassVar[list[Lent]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.out: list[weakref.ref[Any]] = []
+        self.times = 0
+        Lent.made.append(self)
+
+    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+        memory = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.count)]
+        self.out = [weakref.ref(each.untyped_storage()) for each in memory]
+        self.times += 1
+        return memory
+
+    @property
+    def there(self) -> int:
+        return sum(each() is not None for each in self.out)
+
+
+@pytest.fixture(autouse=True)
+def lent(monkeypatch: pytest.MonkeyPatch) -> type[Lent]:
+    monkeypatch.setattr(Lent, "made", [])
+    monkeypatch.setattr(units, "IdleMemory", Lent)
+    monkeypatch.setattr(
+        "poros_runtimes.streamed.first_steps.FirstSteps.going_on", lambda self: False
+    )
+    return Lent
+
+
+def handle_of(arm: Arm) -> Any:
+    prepared = prepared_of(arm.model)
+    assert prepared is not None
+    return prepared.handle
+
+
+def both(script: Callable[[Arm], None], recipe: Recipe = FP32, **options: Any) -> Arm:
+    """Run a script resident and with copies ahead, and compare all that it noted."""
+    resident = play(script, recipe, streamed=False, late=False)
+    streamed = play(script, recipe, streamed=True, late=False, copy_ahead=True, **options)
+    compare(resident.notes, streamed.notes)
+    return streamed
+
+
+def several(arm: Arm) -> None:
+    """Plain steps, several forwards before a backward, an evaluation, several backwards of one."""
+    optimizer = arm.optimizer()
+    for seed in range(3):
+        arm.train(batches(1, seed=seed), optimizer)
+    arm.train(batches(2, seed=3), optimizer)
+    losses = [arm.model(**batch).loss for batch in batches(2, seed=4)]
+    torch.stack(losses).sum().backward()
+    arm.model.eval()
+    with torch.no_grad():
+        arm.note("between", arm.model(**batches(1, seed=5)[0]).logits)
+    arm.model.train()
+    loss = arm.model(**batches(1, seed=6)[0]).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    arm.step(optimizer)
+    arm.train(batches(1, seed=7), optimizer)
+
+
+def plain(arm: Arm) -> None:
+    optimizer = arm.optimizer()
+    for _ in range(3):
+        arm.train(batches(1), optimizer)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+@pytest.mark.parametrize(
+    "lanes",
+    [(HostLane, HostLane), (LateLane, LateLane), (LateLane, EarlyLane), (EarlyLane, LateLane)],
+    ids=["at once", "late", "ahead early", "ahead late"],
+)
+def test_the_bits_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, lanes: tuple[type[Any], type[Any]], count: int
+) -> None:
+    """Whichever of the two streams runs first."""
+    monkeypatch.setattr(Lent, "count", count)
+    kinds = iter([*lanes, *lanes])
+    monkeypatch.setattr(units, "make_lane", lambda device: next(kinds)())
+    arm = both(several)
+    window = handle_of(arm).units.window
+    assert window.ahead.copies > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (NF4, {}),
+        (FP32, {"block_size": 2}),
+        (FP32, {"offload_activations": True}),
+        (FP32, {"vram_budget": "400kB"}),
+    ],
+    ids=["nf4", "blocks", "activations", "budget"],
+)
+def test_with_other_settings(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(units, "make_lane", lambda device: LateLane())
+    monkeypatch.setattr(activations, "make_lane", lambda device: LateLane())
+    arm = both(several, recipe, **options)
+    assert handle_of(arm).units.window.ahead.copies > 0
+
+
+def test_what_waits_is_copied_from_the_host_once() -> None:
+    without = play(plain, FP32, streamed=True, late=False)
+    arm = both(plain)
+    window = handle_of(arm).units.window
+    total, usual = (handle_of(each).counters()["copies"] for each in (arm, without))
+    assert 0 < window.ahead.copies < total <= usual
+
+
+def test_memory_is_given_back_before_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+
+        def note(*args: Any) -> None:
+            found.append(Lent.made[0].there if Lent.made else 0)
+
+        hook = arm.model.get_output_embeddings().register_forward_pre_hook(note)
+        for seed in range(3):
+            arm.train(batches(1, seed=seed), optimizer)
+            found.append(Lent.made[0].there if Lent.made else 0)
+        hook.remove()
+
+    both(script)
+    assert found[-6:] == [0, 3] * 3
+    assert Lent.made[0].times == 3
+
+
+def test_a_forward_without_gradients_or_with_more_tokens_gives_memory_back_first() -> None:
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        arm.train(batches(1), optimizer)
+        there = lambda: [each.there for each in Lent.made]  # noqa: E731
+        if Lent.made:
+            assert there() == [3]
+        seen: list[list[int]] = []
+        decoder = arm.model.get_base_model().model
+        hook = decoder.layers[0].register_forward_pre_hook(lambda *args: seen.append(there()))
+        batch = batches(1, seed=1)[0]
+        with torch.no_grad():
+            arm.model(**batch)
+        arm.train(batches(1), optimizer)
+        arm.train([{name: torch.cat([each, each]) for name, each in batch.items()}], optimizer)
+        arm.train(batches(1), optimizer)
+        hook.remove()
+        if Lent.made:
+            # evaluation, the step after it, twice as many tokens, fewer again
+            assert seen == [[0], [0], [0], [3]]
+
+    both(script)
+
+
+def test_a_model_that_is_dropped_waits_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[LateLane] = []
+
+    def make_lane(device: torch.device) -> LateLane:
+        lanes.append(LateLane())
+        return lanes[-1]
+
+    monkeypatch.setattr(units, "make_lane", make_lane)
+    arm = play(plain, FP32, streamed=True, late=False, copy_ahead=True)
+    assert any(lane.queue for lane in lanes)
+    assert Lent.made[0].there == 3
+    del arm
+    gc.collect()
+    assert Lent.made[0].there == 0
+    assert not lanes[1].queue
+
+
+def test_a_forward_that_broke_off_leaves_nothing_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A unit is on its way to its slot then, from memory that the next forward gives back."""
+    monkeypatch.setattr(units, "make_lane", lambda device: LateLane())
+
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        arm.train(batches(1), optimizer)
+        mlp = arm.model.get_base_model().model.layers[1].mlp
+
+        def breaks(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = mlp.register_forward_pre_hook(breaks)
+        with pytest.raises(KeyboardInterrupt):
+            arm.model(**batches(1)[0])
+        hook.remove()
+        with torch.no_grad():
+            arm.note("after", arm.model(**batches(1)[0]).logits)
+        arm.train(batches(1), optimizer)
+
+    both(script)
+
+
+def test_unprepare_gives_memory_back() -> None:
+    arm = play(plain, FP32, streamed=True, late=False, copy_ahead=True)
+    assert Lent.made[0].there == 3
+    poros.unprepare(arm.model)
+    assert Lent.made[0].there == 0
+
+
+def test_an_optimizer_on_the_host_has_the_memory_to_itself() -> None:
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        if arm.streamed:
+            poros.offload_optimizer(optimizer)
+
+        def note(*args: Any) -> None:
+            if Lent.made:
+                assert [each.there for each in Lent.made] == [0]
+
+        optimizer.register_step_pre_hook(note)
+        for seed in range(3):
+            arm.train(batches(1, seed=seed), optimizer)
+
+    both(script)
+
+
+def test_copy_ahead_is_yes_or_no() -> None:
+    with pytest.raises(poros.SettingsError, match="copy_ahead must be True or False"):
+        poros.prepare(torch.nn.Linear(1, 1), copy_ahead="yes")  # type: ignore[arg-type]
+
+
+# -- what is wanted --------------------------------------------------------------------------------
+
+
+class Image:
+    """A unit of one byte."""
+
+    nbytes = 1
+
+    def bytes_for_copy(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def copied(self, event: object) -> None:
+        """Nothing is kept."""
+
+
+class Several:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+        return [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.count)]
+
+
+@given(
+    layers=st.integers(3, 12),
+    slots=st.integers(2, 4),
+    berths=st.integers(1, 6),
+    layer=st.integers(0, 12),
+)
+def test_what_will_be_missing_first_is_wanted(
+    layers: int, slots: int, berths: int, layer: int
+) -> None:
+    """Against a search over which units miss their slot, one after the other."""
+    layer = min(layer, layers)
+    upcoming = upcoming_backward(layer, lowest=0, layers=layers)
+    present = set(range(layer, min(layers, layer + slots)))
+    waiting = Ahead(Several(berths), lane=HostLane(), nbytes=1, poison=False)
+    waiting.start()
+    waiting.fetch(
+        upcoming,
+        present=present,
+        conflicts=lambda unit: [
+            n for n in range(layers) if n != unit and n % slots == unit % slots
+        ],
+        image=lambda unit: Image(),  # type: ignore[arg-type, return-value]
+    )
+    in_slots = {unit % slots: unit for unit in present}
+    misses: list[int] = []
+    for unit in upcoming:
+        if in_slots.get(unit % slots) != unit:
+            in_slots[unit % slots] = unit
+            if unit not in misses:
+                misses.append(unit)
+    assert {unit for unit in range(layers) if waiting.take(unit)} == set(misses[:berths])
+    assert waiting.copies == min(berths, len(misses))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_only_idle_memory_is_borrowed() -> None:
+    device = torch.device("cuda", 0)
+    gc.collect()
+    torch.cuda.empty_cache()
+    size = 64 << 20
+    logits = [torch.empty(3 * size, dtype=torch.uint8, device=device) for _ in range(4)]
+    del logits
+    reserved = torch.cuda.memory_reserved(device)
+    memory = IdleMemory(device)
+    borrowed = memory.borrow(size)
+    assert len(borrowed) == int(ahead._SHARE * 12)
+    assert torch.cuda.memory_reserved(device) == reserved
+    del borrowed
+    held = [torch.empty(3 * size, dtype=torch.uint8, device=device) for _ in range(4)]
+    assert torch.cuda.memory_reserved(device) == reserved, "nothing is left in pieces"
+    assert not memory.borrow(size), "nothing is idle"
+    assert torch.cuda.memory_reserved(device) <= reserved
+    del held
