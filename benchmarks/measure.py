@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -162,10 +163,15 @@ def measure(
 def run(line: list[str], seconds: float) -> int | None:
     """Run a script of this folder; its record will have the path as it is seen from here."""
     command = [sys.executable, os.path.relpath(HERE / line[0]), *line[1:]]
+    process = subprocess.Popen(command, start_new_session=True)
     try:
-        return subprocess.run(command, timeout=seconds, check=False).returncode
-    except subprocess.TimeoutExpired:
-        return None
+        return process.wait(timeout=seconds)
+    except BaseException as error:  # an interrupt must not leave it running either
+        os.killpg(process.pid, signal.SIGKILL)  # and what it started, which may hold the GPU
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None
+        raise
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -178,7 +184,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", help="their groups, separated by commas")
     parser.add_argument("--minutes", type=float, default=24 * 60.0, help="how long it may take")
     parser.add_argument("--records", type=Path, default=HERE / "records")
-    parser.add_argument("--scratch", type=Path, help="a folder with 40 GB for checkpoints")
+    parser.add_argument("--scratch", type=Path, help="a folder with room for a bf16 checkpoint")
     parser.add_argument("--data", type=Path, help="tokenised records; see real_loop.py")
     return parser.parse_args(argv)
 

@@ -84,7 +84,8 @@ def prepare(
             hidden states of all blocks grow with the depth times the tokens.
         copy_ahead: between two losses, on CUDA, copy units into memory that the allocator has and
             nobody needs, so that the link is not idle while the loop does other things. What that
-            gives has not been measured yet, so it is off by default.
+            gives has not been measured yet, so it is off by default. The base must stand in
+            page-locked memory.
         runtime: name of the runtime plugin.
         device: the compute device; None means the CUDA device that the model is on, else the
             current CUDA device, else the CPU.

@@ -48,12 +48,17 @@ class ResidentRuntime:
         """Attach to a model, which changes nothing; see ``Runtime``.
 
         Raises:
-            SettingsError: activations were to be offloaded.
+            SettingsError: activations were to be offloaded, or units to be copied ahead.
         """
         if settings.offload_activations:
             raise SettingsError(
                 "runtime='resident' moves nothing, so it cannot offload activations. Leave "
                 "offload_activations=True out, or use runtime='streamed'."
+            )
+        if settings.copy_ahead:
+            raise SettingsError(
+                "runtime='resident' copies nothing, so it cannot copy ahead. Leave copy_ahead=True "
+                "out, or use runtime='streamed'."
             )
         return ResidentHandle(len(plan.layers))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,3 +117,23 @@ def test_scripts_run_as_commands_and_are_stopped(bench: Any) -> None:
     assert bench.measure.run(["measure.py", "--list", "--rows", "soak-0.5b"], 60) == 0
     assert bench.measure.run(["measure.py", "--rows", "none"], 60) == 2
     assert bench.measure.run(["measure.py", "--list"], 0.01) is None
+
+
+def test_what_a_script_started_is_stopped_with_it(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child"
+    (tmp_path / "x.py").write_text(
+        "import subprocess, sys\n"
+        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(child)!r}, 'w').write(str(started.pid))\n"
+        "started.wait()\n"
+    )
+    monkeypatch.setattr(bench.measure, "HERE", tmp_path)
+    assert bench.measure.run(["x.py"], 3) is None
+    state = Path(f"/proc/{child.read_text()}/stat")
+    for _ in range(50):
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("it goes on")

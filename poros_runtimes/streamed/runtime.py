@@ -62,6 +62,7 @@ class StreamedHandle:
         self._put_back: list[Callable[[], None]] = []
         self._streamed = [param for unit in plan.units() for _, _, param in unit.places]
         _check_graphs(settings, plan.device)
+        _check_copy_ahead(settings, store)
         self.units = Units(plan, settings=settings, store=store)
         self._move_the_rest(model)
         self._blocks = self._make_blocks(settings)
@@ -298,6 +299,15 @@ class StreamedHandle:
             "graph_replays": 0 if self.units.graphs is None else self.units.graphs.replays,
             "resident_units": len(self.units.resident),
         }
+
+
+def _check_copy_ahead(settings: Settings, store: HostStore) -> None:
+    if settings.copy_ahead and store.ring is not None:
+        raise SettingsError(
+            "copy_ahead needs a base in page-locked memory, and this one comes through a ring of "
+            "buffers, which are as many as its slots need. Load it with host='pinned', or leave "
+            "copy_ahead=True out."
+        )
 
 
 def _check_graphs(settings: Settings, device: torch.device) -> None:

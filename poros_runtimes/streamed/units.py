@@ -89,7 +89,7 @@ class Units:
         )
         self.window = self.memory.window
         self._tokens_ahead = self._tokens_now = 0
-        if settings.copy_ahead and store.ring is None:
+        if settings.copy_ahead:
             self.window.ahead = Ahead(
                 IdleMemory(plan.device),
                 lane=make_lane(plan.device),

@@ -13,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import poros
+from poros_core.host_store import HostStore
 from poros_core.prepare import prepared_of
+from poros_core.ring import StagingRing
 from poros_core.schedule import upcoming_backward
+from poros_core.settings import Settings
 from poros_runtimes.streamed import activations, ahead, units
 from poros_runtimes.streamed.ahead import Ahead, IdleMemory
 from poros_runtimes.streamed.lane import HostLane
+from poros_runtimes.streamed.runtime import _check_copy_ahead
 from semantics.arms import FP32, NF4, Arm, Recipe, batches, compare, play
 from semantics.lanes import EarlyLane, LateLane
 
@@ -248,6 +252,15 @@ def test_an_optimizer_on_the_host_has_the_memory_to_itself() -> None:
             arm.train(batches(1, seed=seed), optimizer)
 
     both(script)
+
+
+def test_nothing_is_copied_ahead_where_it_cannot_be() -> None:
+    arm = play(plain, FP32, streamed=False, late=False)
+    with pytest.raises(poros.SettingsError, match="runtime='streamed'"):
+        poros.prepare(arm.model, copy_ahead=True, runtime="resident", verbose=False)
+    store = HostStore(CPU, ring=StagingRing(CPU))
+    with pytest.raises(poros.SettingsError, match="host='pinned'"):
+        _check_copy_ahead(Settings(copy_ahead=True), store)
 
 
 def test_copy_ahead_is_yes_or_no() -> None:
