@@ -20,11 +20,12 @@ from poros_core.gate import GateOptions, arms, meter, run
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES, Comparison, StepView
 from poros_core.gate.data import make_batches, read_records
+from poros_core.gate.evidence import Evidence
 from poros_core.gate.fault import PlantedFault
 from poros_core.gate.meter import Meter
 from poros_core.gate.options import Subject, subject_of
 from poros_core.gate.random_checkpoint import write_random_checkpoint
-from poros_core.gate.record import Evidence, GateResult
+from poros_core.gate.record import GateResult
 from poros_core.gate.run import run_gate
 from poros_core.gate.tensor_file import read_tensors, write_tensors
 from poros_core.settings import Settings

@@ -20,13 +20,14 @@ from poros_core.gate import GateOptions, arms
 from poros_core.gate import options as gate_options
 from poros_core.gate.arms import Arm, Workshop
 from poros_core.gate.card import BEGIN, END, card_section, check_card, write_card
+from poros_core.gate.evidence import Evidence
 from poros_core.gate.html_report import html_report
 from poros_core.gate.layers import cut_checkpoint, leading
 from poros_core.gate.meaning import proof
 from poros_core.gate.options import subject_of
 from poros_core.gate.packed_checkpoint import write_packed_checkpoint
 from poros_core.gate.random_checkpoint import write_random_checkpoint
-from poros_core.gate.record import Evidence, GateResult
+from poros_core.gate.record import GateResult
 from poros_core.gate.run import GateFiles, run_gate
 from poros_core.plugins import plugins
 from poros_core.settings import Settings

@@ -14,8 +14,8 @@ from poros_core.conformance.bench import Batch, Bench, ConformanceError
 from poros_core.conformance.manifest import tensor_manifest
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import Comparison, Divergence, StepView
+from poros_core.gate.evidence import Evidence
 from poros_core.gate.fault import PlantedFault
-from poros_core.gate.record import Evidence
 from poros_core.gate.run import least_bytes
 from poros_core.load import choose_strategy, load
 from poros_core.plugins import plugins

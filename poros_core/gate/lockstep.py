@@ -13,10 +13,10 @@ import torch
 
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import Comparison, StepView
+from poros_core.gate.evidence import Evidence
 from poros_core.gate.fingerprints import FingerprintWriter
 from poros_core.gate.options import GateOptions
 from poros_core.gate.progress import Progress
-from poros_core.gate.record import Evidence
 from poros_core.host_store import ALIGNMENT
 from poros_core.prepare import Prepared
 
