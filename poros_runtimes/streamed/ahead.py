@@ -10,8 +10,9 @@ there from the device. Nothing else changes: a unit's address is that of its slo
 not ahead comes from the host as ever.
 
 Memory is only taken if the allocator has it already: the peak is at the loss, and by then all of it
-has been given back, behind a wait of the compute stream for the copies. If the allocator has to
-reserve more all the same, nothing is borrowed again.
+has been given back, behind a wait of the compute stream for the copies. How much that is depends on
+the length, and is looked up anew whenever the allocator holds more or less than before. If the
+allocator has to reserve more because of it all the same, less is borrowed from then on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _log = get_logger("runtime")
 _SHARE = 0.6
 """Of the blocks of idle memory that units fit in, how many are borrowed: the rest is for what a
 backward needs and a forward does not, such as gradients."""
+_LESS = 0.75
+"""What that share is multiplied by when it was too much."""
 _MOST = 16
 """Units that are borrowed for at most."""
 
@@ -42,8 +45,17 @@ _MOST = 16
 class Memory(Protocol):
     """Where memory is borrowed."""
 
-    def borrow(self, nbytes: int) -> list[torch.Tensor]:
-        """Return flat uint8 tensors of so many bytes each, as many as can be spared."""
+    def borrow(self, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
+        """Return flat uint8 tensors of so many bytes each, as many as can be spared.
+
+        Args:
+            nbytes: of each.
+            tokens: of the forward whose backward starts.
+        """
+        ...
+
+    def returned(self) -> None:
+        """What was borrowed has been given back."""
         ...
 
 
@@ -52,44 +64,65 @@ class IdleMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._most: int | None = None
-        self._reserved = 0
+        self._share = _SHARE
+        self._most: dict[int, int] = {}
+        self._reserved = self._pool = 0
 
-    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+    def borrow(self, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
         """Borrow what is idle; see ``Memory``. A CPU's memory is nobody's to lend."""
         if self._device.type != "cuda":
             return []
         reserved = torch.cuda.memory_reserved(self._device)
-        if self._most is None:
-            self._most = min(_MOST, int(_SHARE * self._fitting(nbytes)))
+        if reserved != self._reserved:
+            self._most.clear()
             self._reserved = reserved
-        if self._most and reserved > self._reserved:
-            _log.info("copies_ahead_end", reserved=reserved, before=self._reserved)
-            self._most = 0
-            torch.cuda.empty_cache()
+        if tokens not in self._most:
+            segments = self._segments()
+            self._pool = sum(segment["total_size"] for segment in segments)
+            self._most[tokens] = min(_MOST, int(self._share * self._fitting(segments, nbytes)))
         borrowed: list[torch.Tensor] = []
-        for _ in range(self._most):
+        for _ in range(self._most[tokens]):
             with not_filled():
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             if torch.cuda.memory_reserved(self._device) > reserved:
-                self._most = len(borrowed)
                 del memory
-                torch.cuda.empty_cache()
+                self._borrow_less()
                 break
             borrowed.append(memory)
         return borrowed
 
-    def _fitting(self, nbytes: int) -> int:
-        """Return how many tensors of a size fit in free blocks that any stream of work may use."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+    def returned(self) -> None:
+        """Borrow less in future if what others allocate had to be reserved meanwhile. What graphs
+        reserve for themselves does not count."""
+        if torch.cuda.memory_reserved(self._device) <= self._reserved:
+            return
+        if sum(segment["total_size"] for segment in self._segments()) > self._pool:
+            self._borrow_less()
+
+    def _borrow_less(self) -> None:
+        self._share *= _LESS
+        self._most.clear()
+        _log.info("copies_ahead_reduced", share=round(self._share, 2))
+        torch.cuda.empty_cache()
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """Return what the allocator has reserved for all that is not a graph's."""
         cuda: Any = torch.cuda
-        segments: list[dict[str, Any]] = cuda.memory_snapshot()
+        found: list[dict[str, Any]] = cuda.memory_snapshot()
+        return [
+            segment
+            for segment in found
+            if segment["device"] == self._device.index
+            and tuple(segment["segment_pool_id"]) == (0, 0)
+        ]
+
+    def _fitting(self, segments: Iterable[dict[str, Any]], nbytes: int) -> int:
+        """Return how many tensors of a size fit in free blocks that this stream may use."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         return sum(
             block["size"] // nbytes
             for segment in segments
-            if segment["device"] == self._device.index
-            and tuple(segment["segment_pool_id"]) == (0, 0)
-            and segment["stream"] == stream
+            if segment["stream"] == stream
             for block in segment["blocks"]
             if block["state"] == "inactive"
         )
@@ -138,16 +171,22 @@ class Ahead:
         """Whether there is memory."""
         return bool(self._berths)
 
-    def start(self) -> None:
-        """Borrow memory, if there is none yet. Kernels issued so far may still use it."""
+    def start(self, *, tokens: int) -> None:
+        """Borrow memory, if there is none yet. Kernels issued so far may still use it.
+
+        Args:
+            tokens: of the forward whose backward starts.
+        """
         if not self._berths and self._nbytes:
-            memory = self._memory.borrow(self._nbytes)
+            memory = self._memory.borrow(self._nbytes, tokens=tokens)
             now = self._lane.record()
             self._berths.extend(_Berth(each, now) for each in memory)
 
     def end(self) -> None:
         """Give the memory back: kernels issued from here on may use it."""
-        _drain(self._berths, self._lane)
+        if self._berths:
+            _drain(self._berths, self._lane)
+            self._memory.returned()
 
     def fetch(
         self,

@@ -25,6 +25,7 @@ from poros_runtimes.streamed.block import Block, LayerCall
 from poros_runtimes.streamed.block_major import BlockMajor
 from poros_runtimes.streamed.boundary import BlockResult, run_block
 from poros_runtimes.streamed.caches import isolated
+from poros_runtimes.streamed.counts import attach_counts
 from poros_runtimes.streamed.cuts import Cut
 from poros_runtimes.streamed.decoder_call import DecoderCall, Followed, bounded
 from poros_runtimes.streamed.micro_batch import MicroBatch
@@ -122,6 +123,7 @@ class StreamedHandle:
         ignored = [n for n, p in model.named_parameters() if id(p) in streamed]
         attachments.set(model, "_ddp_params_and_buffers_to_ignore", ignored)
         attach_walks(attachments, [model, plan.model], layers=self._layers)
+        attach_counts(attachments, [model, plan.model])
 
     # -- following a forward -----------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Layout:
         return tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
 
 
-@frozen
+@frozen(cache_hash=True)
 class ForwardKey:
     """Everything that a forward graph depends on; see [Note: What a graph bakes in].
 

@@ -88,7 +88,7 @@ class Units:
             poison=settings.poison,
         )
         self.window = self.memory.window
-        self._tokens_ahead = self._tokens_now = 0
+        self._longest = self._length = 0
         if settings.copy_ahead:
             self.window.ahead = Ahead(
                 IdleMemory(plan.device),
@@ -160,9 +160,9 @@ class Units:
         Args:
             tokens: how many it takes.
         """
-        self._tokens_now = tokens
-        if not torch.is_grad_enabled() or tokens > self._tokens_ahead:
-            self._end_ahead()  # it may need memory that the step before did not
+        self._length = tokens
+        if not torch.is_grad_enabled() or tokens > self._longest:
+            self._end_ahead()  # it may need memory that no step before did
         self._make_room()
         if torch.is_grad_enabled():
             measured = self._first.forward()
@@ -219,8 +219,8 @@ class Units:
         if self._head_bound and not any(other.head for other in self._tokens):
             self.park_head()
         if self.window.ahead is not None and not self._first.going_on():
-            self._tokens_ahead = self._tokens_now
-            self.window.ahead.start()
+            self._longest = max(self._longest, self._length)
+            self.window.ahead.start(tokens=self._length)
         self.window.prefetch(
             upcoming_backward(self._count, lowest=self._lowest, layers=self._count)
         )

@@ -2,10 +2,10 @@
 
 [Note: Walks]
 A training loop walks the whole model several times between a backward and the next forward:
-``train()``, ``zero_grad()``, ``clip_grad_norm_(model.parameters())``, and Transformers'
-``num_parameters()`` for its count of operations. A model with LoRA on every projection has
-thousands of modules, and torch's walk has a generator for each level of the tree, which every
-module passes on its way up. The link has nothing to do meanwhile.
+``train()``, ``zero_grad()``, ``clip_grad_norm_(model.parameters())``, and for Transformers' count
+of parameters; see [Note: Counts]. A model with LoRA on every projection has thousands of modules,
+and torch's walk has a generator for each level of the tree, which every module passes on its way
+up. The link has nothing to do meanwhile.
 
 Here one loop keeps the levels on a stack. It remembers nothing between walks and reads the same
 dictionaries at the same moments as torch's does, so what is added, replaced or deleted is seen, in
@@ -30,7 +30,7 @@ from torch import nn
 from poros_runtimes.streamed.attach import Attachments
 from poros_runtimes.streamed.model_calls import uncompiled
 
-__all__ = ["attach_walks"]
+__all__ = ["attach_walks", "lists_as_torch", "walks_itself"]
 
 _NAMED_MODULES = nn.Module.named_modules
 _NAMED_PARAMETERS = nn.Module.named_parameters
@@ -65,9 +65,9 @@ def attach_walks(
         if any(id(child) in kept for child in module._modules.values())
     }
     for root in roots:
-        if "named_modules" not in root.__dict__ and not _walks_itself(root):
+        if "named_modules" not in root.__dict__ and not walks_itself(root):
             attachments.set(root, "named_modules", _bound(_named_modules, root))
-        if "named_parameters" not in root.__dict__ and _lists_as_torch(root):
+        if "named_parameters" not in root.__dict__ and lists_as_torch(root):
             attachments.set(root, "named_parameters", _bound(_named_parameters, root))
     for keeper in keepers.values():
         if "train" not in keeper.__dict__ and _trains_as_torch(keeper):
@@ -111,7 +111,7 @@ def _walk_modules(
                 continue
             path = above + name
             other = type(module).named_modules is not _NAMED_MODULES
-            if (other or "named_modules" in module.__dict__) and _walks_itself(module):
+            if (other or "named_modules" in module.__dict__) and walks_itself(module):
                 yield from module.named_modules(memo, path, True)
                 continue
             if module in memo:
@@ -130,7 +130,7 @@ def _dotted(path: str) -> str:
     return path and f"{path}."
 
 
-def _walks_itself(module: nn.Module) -> bool:
+def walks_itself(module: nn.Module) -> bool:
     """Whether a module's ``named_modules`` is neither torch's nor ours."""
     if type(module).named_modules is not _NAMED_MODULES:
         return True
@@ -145,7 +145,7 @@ def _named_parameters(
     self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Stand in for ``Module.named_parameters``, whose arguments these are."""
-    if not recurse or not remove_duplicate or not _lists_as_torch(self):
+    if not recurse or not remove_duplicate or not lists_as_torch(self):
         return type(self).named_parameters(self, prefix, recurse, remove_duplicate)
     return _walk_parameters(self, prefix)
 
@@ -161,7 +161,7 @@ def _walk_parameters(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Par
             if module is None:
                 continue
             other = type(module).named_modules is not _NAMED_MODULES
-            if (other or "named_modules" in module.__dict__) and _walks_itself(module):
+            if (other or "named_modules" in module.__dict__) and walks_itself(module):
                 for path, owner in module.named_modules(memo, above + name, True):
                     yield from _parameters_of(owner, path, given)
                 continue
@@ -188,13 +188,13 @@ def _parameters_of(
             yield start + key, param
 
 
-def _lists_as_torch(module: nn.Module) -> bool:
+def lists_as_torch(module: nn.Module) -> bool:
     """Whether a module's parameters are those of the modules that it walks over."""
     return (
         type(module).named_parameters is _NAMED_PARAMETERS
         and type(module)._named_members is _NAMED_MEMBERS
         and "_named_members" not in module.__dict__
-        and not _walks_itself(module)
+        and not walks_itself(module)
     )
 
 

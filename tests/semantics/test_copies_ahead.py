@@ -39,11 +39,14 @@ class Lent:
         self.times = 0
         Lent.made.append(self)
 
-    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+    def borrow(self, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
         memory = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.count)]
         self.out = [weakref.ref(each.untyped_storage()) for each in memory]
         self.times += 1
         return memory
+
+    def returned(self) -> None:
+        assert not self.there
 
     @property
     def there(self) -> int:
@@ -164,7 +167,7 @@ def test_memory_is_given_back_before_the_loss(monkeypatch: pytest.MonkeyPatch) -
     assert Lent.made[0].times == 3
 
 
-def test_a_forward_without_gradients_or_with_more_tokens_gives_memory_back_first() -> None:
+def test_a_forward_without_gradients_or_with_most_tokens_so_far_gives_memory_back_first() -> None:
     def script(arm: Arm) -> None:
         optimizer = arm.optimizer()
         arm.train(batches(1), optimizer)
@@ -178,12 +181,14 @@ def test_a_forward_without_gradients_or_with_more_tokens_gives_memory_back_first
         with torch.no_grad():
             arm.model(**batch)
         arm.train(batches(1), optimizer)
-        arm.train([{name: torch.cat([each, each]) for name, each in batch.items()}], optimizer)
+        twice = {name: torch.cat([each, each]) for name, each in batch.items()}
+        arm.train([twice], optimizer)
         arm.train(batches(1), optimizer)
+        arm.train([twice], optimizer)
         hook.remove()
         if Lent.made:
-            # evaluation, the step after it, twice as many tokens, fewer again
-            assert seen == [[0], [0], [0], [3]]
+            # evaluation, the step after it, twice as many tokens, fewer again, as many again
+            assert seen == [[0], [0], [0], [3], [3]]
 
     both(script)
 
@@ -287,8 +292,11 @@ class Several:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+    def borrow(self, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
         return [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.count)]
+
+    def returned(self) -> None:
+        """Nothing is noted."""
 
 
 @given(
@@ -305,7 +313,7 @@ def test_what_will_be_missing_first_is_wanted(
     upcoming = upcoming_backward(layer, lowest=0, layers=layers)
     present = set(range(layer, min(layers, layer + slots)))
     waiting = Ahead(Several(berths), lane=HostLane(), nbytes=1, poison=False)
-    waiting.start()
+    waiting.start(tokens=1)
     waiting.fetch(
         upcoming,
         present=present,
@@ -325,23 +333,67 @@ def test_what_will_be_missing_first_is_wanted(
     assert waiting.copies == min(berths, len(misses))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_only_idle_memory_is_borrowed() -> None:
+SIZE = 64 << 20
+
+
+@pytest.fixture
+def idle() -> torch.device:
+    """A device of which the allocator holds twelve times ``SIZE`` that nobody uses."""
     device = torch.device("cuda", 0)
     gc.collect()
     torch.cuda.empty_cache()
-    size = 64 << 20
-    logits = [torch.empty(3 * size, dtype=torch.uint8, device=device) for _ in range(4)]
+    logits = [torch.empty(3 * SIZE, dtype=torch.uint8, device=device) for _ in range(4)]
     del logits
-    reserved = torch.cuda.memory_reserved(device)
-    memory = IdleMemory(device)
-    borrowed = memory.borrow(size)
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_only_idle_memory_is_borrowed(idle: torch.device) -> None:
+    reserved = torch.cuda.memory_reserved(idle)
+    memory = IdleMemory(idle)
+    borrowed = memory.borrow(SIZE, tokens=1)
     assert len(borrowed) == int(ahead._SHARE * 12)
-    assert torch.cuda.memory_reserved(device) == reserved
+    assert torch.cuda.memory_reserved(idle) == reserved
     del borrowed
-    held = [torch.empty(3 * size, dtype=torch.uint8, device=device) for _ in range(4)]
-    assert torch.cuda.memory_reserved(device) == reserved, "nothing is left in pieces"
-    assert not memory.borrow(size), "nothing is idle"
-    assert torch.cuda.memory_reserved(device) <= reserved
+    memory.returned()
+    held = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(4)]
+    assert torch.cuda.memory_reserved(idle) == reserved, "nothing is left in pieces"
+    assert not memory.borrow(SIZE, tokens=2), "nothing is idle"
+    more = torch.empty(3 * SIZE, dtype=torch.uint8, device=idle)
+    del more
+    memory.returned()
+    assert torch.cuda.memory_reserved(idle) == reserved
     del held
+    assert len(memory.borrow(SIZE, tokens=2)) == int(ahead._SHARE * ahead._LESS * 12), "reduced"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_idle_is_looked_up_for_each_length_and_when_more_is_reserved(
+    idle: torch.device,
+) -> None:
+    memory = IdleMemory(idle)
+    held = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(2)]
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 6)
+    del held
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 6)
+    assert len(memory.borrow(SIZE, tokens=2)) == int(ahead._SHARE * 12)
+    memory.returned()
+    more = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(6)]
+    del more
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 18)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_graph_reserves_does_not_count(idle: torch.device) -> None:
+    memory = IdleMemory(idle)
+    memory.borrow(SIZE, tokens=1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()  # torch.cuda.graph would empty the allocator's cache
+        torch.empty(3 * SIZE, dtype=torch.uint8, device=idle).fill_(1)
+        graph.capture_end()
+    memory.returned()
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 12)
