@@ -92,8 +92,8 @@ class IdleMemory:
         return borrowed
 
     def returned(self) -> None:
-        """Borrow less in future if what others allocate had to be reserved meanwhile. What graphs
-        reserve for themselves does not count."""
+        """Borrow less in future if others had to reserve memory like that meanwhile. Small tensors
+        and graphs have memory of their own, which does not count."""
         if torch.cuda.memory_reserved(self._device) <= self._reserved:
             return
         if sum(segment["total_size"] for segment in self._segments()) > self._pool:
@@ -106,13 +106,14 @@ class IdleMemory:
         torch.cuda.empty_cache()
 
     def _segments(self) -> list[dict[str, Any]]:
-        """Return what the allocator has reserved for all that is not a graph's."""
+        """Return what the allocator has reserved for large tensors that are not a graph's."""
         cuda: Any = torch.cuda
         found: list[dict[str, Any]] = cuda.memory_snapshot()
         return [
             segment
             for segment in found
             if segment["device"] == self._device.index
+            and segment["segment_type"] == "large"
             and tuple(segment["segment_pool_id"]) == (0, 0)
         ]
 
