@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -124,6 +126,31 @@ def walk(model: Any) -> None:
     del module.named_modules
 
 
+def quantise(model: Any) -> None:
+    """Replace a weight's bytes by quantised ones: the same object, of another size."""
+    layer(model).extra = bnb.nn.Linear4bit(64, 64, bias=False)
+    check(model)
+    layer(model).extra.to("cpu")
+
+
+def become(model: Any) -> None:
+    """Give a parameter another class, whose elements count twice."""
+    base = model.get_base_model()
+    base.is_loaded_in_4bit = True
+    layer(model).extra = nn.Linear(3, 3)
+    check(model)
+    layer(model).extra.weight.__class__ = bnb.nn.Params4bit
+
+
+def on_the_root(name: str) -> Callable[[Any], None]:
+    """Set a method of the model itself."""
+
+    def change(model: Any) -> None:
+        setattr(model.get_base_model(), name, lambda *args, **kwargs: iter(()))
+
+    return change
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a parameter is added": lambda m: layer(m).register_parameter("x", nn.Parameter(torch.ones(7))),
     "a parameter is None": lambda m: layer(m).register_parameter("x", None),
@@ -137,6 +164,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a module with its own walk": lambda m: setattr(layer(m), "extra", Hides()),
     "an instance with its own walk": walk,
     "a class changes": lambda m: setattr(layer(m).mlp, "__class__", Hides),
+    "a weight is quantised": quantise,
+    "a parameter's class changes": become,
+    "a script": lambda m: setattr(layer(m), "extra", torch.jit.script(nn.Linear(2, 2))),
+    "its named_modules": on_the_root("named_modules"),
+    "its named_parameters": on_the_root("named_parameters"),
+    "its _named_members": on_the_root("_named_members"),
+    "its modules": on_the_root("modules"),
     "what it says of itself": lambda m: setattr(m.get_base_model(), "is_loaded_in_4bit", True),
     "gradients are wanted": lambda m: m.get_base_model().lm_head.requires_grad_(True),
 }
@@ -148,6 +182,27 @@ def test_changes_are_seen(change: Callable[[Any], Any]) -> None:
     check(model)
     change(model)
     check(model)
+
+
+def test_a_parameter_can_be_swapped() -> None:
+    model = prepared()
+    check(model)
+    param = next(p for p in layer(model).parameters() if p.requires_grad)
+    torch.utils.swap_tensors(param, nn.Parameter(torch.zeros(3, 3)))
+    check(model)
+
+
+def test_threads_count_beside_each_other() -> None:
+    model = prepared()
+    layer(model).extra = nn.Identity()
+    expected = own_count(model)
+
+    def count(_: int) -> int:
+        layer(model).extra = nn.Identity()  # what is remembered holds no more
+        return int(model.num_parameters())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(count, range(40))) == {expected}
 
 
 def test_nothing_is_kept_alive() -> None:

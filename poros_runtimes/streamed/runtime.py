@@ -123,7 +123,7 @@ class StreamedHandle:
         ignored = [n for n, p in model.named_parameters() if id(p) in streamed]
         attachments.set(model, "_ddp_params_and_buffers_to_ignore", ignored)
         attach_walks(attachments, [model, plan.model], layers=self._layers)
-        attach_counts(attachments, [model, plan.model])
+        attach_counts(attachments, [model, plan.model], streamed=streamed)
 
     # -- following a forward -----------------------------------------------------------------
 
