@@ -37,9 +37,12 @@ _SHARE = 0.6
 """Of the blocks of idle memory that units fit in, how many are borrowed: the rest is for what a
 backward needs and a forward does not, such as gradients."""
 _LESS = 0.75
-"""What that share is multiplied by when it was too much."""
+"""What the number of units is multiplied by when it was too much."""
 _MOST = 16
 """Units that are borrowed for at most."""
+_SMALL = 1 << 20
+"""Bytes up to which the CUDA caching allocator keeps tensors in a pool of their own
+(``kSmallSize`` in torch's CUDACachingAllocator)."""
 
 
 class Memory(Protocol):
@@ -64,13 +67,14 @@ class IdleMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._share = _SHARE
+        self._cap = _MOST
         self._most: dict[int, int] = {}
-        self._reserved = self._pool = 0
+        self._reserved = self._pool = self._lent = 0
 
     def borrow(self, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
-        """Borrow what is idle; see ``Memory``. A CPU's memory is nobody's to lend."""
-        if self._device.type != "cuda":
+        """Borrow what is idle; see ``Memory``. A CPU's memory is nobody's to lend, and what is
+        small is not kept with what is large."""
+        if self._device.type != "cuda" or nbytes <= _SMALL:
             return []
         reserved = torch.cuda.memory_reserved(self._device)
         if reserved != self._reserved:
@@ -79,30 +83,34 @@ class IdleMemory:
         if tokens not in self._most:
             segments = self._segments()
             self._pool = sum(segment["total_size"] for segment in segments)
-            self._most[tokens] = min(_MOST, int(self._share * self._fitting(segments, nbytes)))
+            self._most[tokens] = int(_SHARE * self._fitting(segments, nbytes))
+        # a longer forward may come before it is given back, and has less to spare
+        most = min(fit for length, fit in self._most.items() if length >= tokens)
         borrowed: list[torch.Tensor] = []
-        for _ in range(self._most[tokens]):
+        for _ in range(min(self._cap, most)):
             with not_filled():
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             if torch.cuda.memory_reserved(self._device) > reserved:
                 del memory
-                self._borrow_less()
+                self._borrow_less(than=len(borrowed) + 1)
                 break
             borrowed.append(memory)
+        self._lent = len(borrowed)
         return borrowed
 
     def returned(self) -> None:
         """Borrow less in future if others had to reserve memory like that meanwhile. Small tensors
         and graphs have memory of their own, which does not count."""
-        if torch.cuda.memory_reserved(self._device) <= self._reserved:
+        lent, self._lent = self._lent, 0
+        if not lent or torch.cuda.memory_reserved(self._device) <= self._reserved:
             return
         if sum(segment["total_size"] for segment in self._segments()) > self._pool:
-            self._borrow_less()
+            self._borrow_less(than=lent)
 
-    def _borrow_less(self) -> None:
-        self._share *= _LESS
+    def _borrow_less(self, *, than: int) -> None:
+        self._cap = int(_LESS * than)
         self._most.clear()
-        _log.info("copies_ahead_reduced", share=round(self._share, 2))
+        _log.info("copies_ahead_reduced", units=self._cap)
         torch.cuda.empty_cache()
 
     def _segments(self) -> list[dict[str, Any]]:

@@ -158,9 +158,10 @@ class Units:
         """A forward of the decoder starts: copy what it starts with.
 
         Args:
-            tokens: how many it takes.
+            tokens: how many it takes; 0 if that is not known, and nothing is copied ahead.
         """
-        self._length = tokens
+        if torch.is_grad_enabled():
+            self._length = max(tokens, self._length if self.outstanding else 0)
         if not torch.is_grad_enabled() or tokens > self._longest:
             self._end_ahead()  # it may need memory that no step before did
         self._make_room()
@@ -218,9 +219,7 @@ class Units:
             self._move_layers("a graph is retained for another backward")
         if self._head_bound and not any(other.head for other in self._tokens):
             self.park_head()
-        if self.window.ahead is not None and not self._first.going_on():
-            self._longest = max(self._longest, self._length)
-            self.window.ahead.start(tokens=self._length)
+        self._start_ahead()
         self.window.prefetch(
             upcoming_backward(self._count, lowest=self._lowest, layers=self._count)
         )
@@ -279,6 +278,15 @@ class Units:
             self.park_head()
         assert self._head is not None
         self.window.vacate(self._head)
+
+    def _start_ahead(self) -> None:
+        """Let units wait in what the loss took, if it was the last."""
+        ahead = self.window.ahead
+        if ahead is None or not self._length or self._first.going_on():
+            return
+        if not any(token.head for token in self._tokens):
+            self._longest = max(self._longest, self._length)
+            ahead.start(tokens=self._length)
 
     def _end_ahead(self) -> None:
         """Give back what units that wait for a slot lie in."""

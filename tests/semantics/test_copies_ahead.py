@@ -193,6 +193,54 @@ def test_a_forward_without_gradients_or_with_most_tokens_so_far_gives_memory_bac
     both(script)
 
 
+def test_nothing_is_out_at_a_loss_of_several_forwards() -> None:
+    found: list[int] = []
+
+    def note(*args: Any) -> None:
+        found.extend(each.there for each in Lent.made)
+
+    def script(arm: Arm) -> None:
+        optimizer = arm.optimizer()
+        hook = arm.model.get_output_embeddings().register_forward_pre_hook(note)
+        for _ in range(2):
+            losses = []
+            for batch in batches(2):
+                output = arm.model(**batch)
+                output.logits.register_hook(note)
+                losses.append(output.loss)
+            torch.stack(losses).sum().backward()
+            note()
+            arm.step(optimizer)
+        hook.remove()
+
+    both(script)
+    assert found == [0, 0, 0, 0, 3] * 2
+
+
+def test_an_evaluation_between_forward_and_backward_is_not_what_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    borrow = Lent.borrow
+
+    def noted(self: Lent, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
+        asked.append(tokens)
+        return borrow(self, nbytes, tokens=tokens)
+
+    monkeypatch.setattr(Lent, "borrow", noted)
+
+    def script(arm: Arm) -> None:
+        batch = batches(1)[0]
+        loss = arm.model(**batch).loss
+        with torch.no_grad():
+            arm.model(**{name: torch.cat([each, each]) for name, each in batch.items()})
+        loss.backward()
+        arm.step(arm.optimizer())
+
+    both(script)
+    assert asked == [batches(1)[0]["input_ids"].numel()]
+
+
 def test_a_model_that_is_dropped_waits_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes: list[LateLane] = []
 
@@ -360,12 +408,22 @@ def test_only_idle_memory_is_borrowed(idle: torch.device) -> None:
     held = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(4)]
     assert torch.cuda.memory_reserved(idle) == reserved, "nothing is left in pieces"
     assert not memory.borrow(SIZE, tokens=2), "nothing is idle"
-    more = torch.empty(3 * SIZE, dtype=torch.uint8, device=idle)
-    del more
-    memory.returned()
-    assert torch.cuda.memory_reserved(idle) == reserved
     del held
-    assert len(memory.borrow(SIZE, tokens=2)) == int(ahead._SHARE * ahead._LESS * 12), "reduced"
+    memory.returned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_less_is_borrowed_once_more_had_to_be_reserved(idle: torch.device) -> None:
+    memory = IdleMemory(idle)
+    borrowed = memory.borrow(SIZE, tokens=1)
+    more = torch.empty(12 * SIZE, dtype=torch.uint8, device=idle)
+    del borrowed, more
+    memory.returned()
+    assert torch.cuda.memory_reserved(idle) < 12 * SIZE, "what was reserved is given back"
+    again = torch.empty(12 * SIZE, dtype=torch.uint8, device=idle)
+    del again
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._LESS * int(ahead._SHARE * 12))
 
 
 @pytest.mark.gpu
