@@ -83,10 +83,10 @@ def prepare(
             with compute, and the bits are the same. For long sequences: on the device the
             hidden states of all blocks grow with the depth times the tokens.
         copy_ahead: between two losses, on CUDA, copy units into memory that the allocator has and
-            nobody needs at the moment, and keep those that the next forward starts with. Steps of
-            loops whose lengths change are shorter for it, and the allocator's peak is higher, of
-            what it has given out and not of what it has reserved; so it is off by default. The
-            base must stand in page-locked memory.
+            nobody needs at the moment, and keep those that the next forward starts with. The
+            allocator's peak is higher for it, of what it has given out and not of what it has
+            reserved, and what it gives is still being measured; so it is off by default. The base
+            must stand in page-locked memory.
         runtime: name of the runtime plugin.
         device: the compute device; None means the CUDA device that the model is on, else the
             current CUDA device, else the CPU.

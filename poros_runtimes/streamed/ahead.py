@@ -171,6 +171,7 @@ class Ahead:
         self._lane = lane
         self._nbytes = nbytes
         self._poison = poison
+        self._length = self._longest = 0
         self._berths: list[_Berth] = []
         self._drained = weakref.finalize(self, _drain, self._berths, lane)
         self._drained.atexit = False
@@ -180,14 +181,25 @@ class Ahead:
         """Whether there is memory."""
         return bool(self._berths)
 
-    def start(self, *, tokens: int) -> None:
-        """Borrow memory, if there is none yet. Kernels issued so far may still use it.
+    def begin_forward(self, tokens: int, *, outstanding: bool) -> None:
+        """A forward starts. One without gradients, or longer than any that trained, may need memory
+        that no step before did.
 
         Args:
-            tokens: of the forward whose backward starts.
+            tokens: how many it takes; 0 if that is not known, and nothing is borrowed after it.
+            outstanding: whether the backward of an earlier one is still to come.
         """
-        if not self._berths and self._nbytes:
-            memory = self._memory.borrow(self._nbytes, tokens=tokens)
+        if torch.is_grad_enabled():
+            self._length = max(tokens, self._length if outstanding else 0)
+        if not torch.is_grad_enabled() or tokens > self._longest:
+            self.end()
+
+    def start(self) -> None:
+        """The last loss is behind: borrow memory, if there is none yet. Kernels issued so far may
+        still use it."""
+        self._longest = max(self._longest, self._length)
+        if not self._berths and self._nbytes and self._length:
+            memory = self._memory.borrow(self._nbytes, tokens=self._length)
             now = self._lane.record()
             self._berths.extend(_Berth(each, now) for each in memory)
 

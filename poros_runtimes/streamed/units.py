@@ -88,7 +88,6 @@ class Units:
             poison=settings.poison,
         )
         self.window = self.memory.window
-        self._longest = self._length = 0
         if settings.copy_ahead:
             self.window.ahead = Ahead(
                 IdleMemory(plan.device),
@@ -160,10 +159,9 @@ class Units:
         Args:
             tokens: how many it takes; 0 if that is not known, and nothing is copied ahead.
         """
-        if torch.is_grad_enabled():
-            self._length = max(tokens, self._length if self.outstanding else 0)
-        if not torch.is_grad_enabled() or tokens > self._longest:
-            self._end_ahead()  # it may need memory that no step before did
+        ahead = self.window.ahead
+        if ahead is not None:
+            ahead.begin_forward(tokens, outstanding=self.outstanding)
         self._make_room()
         if torch.is_grad_enabled():
             measured = self._first.forward()
@@ -219,7 +217,9 @@ class Units:
             self._move_layers("a graph is retained for another backward")
         if self._head_bound and not any(other.head for other in self._tokens):
             self.park_head()
-        self._start_ahead()
+        ahead, more = self.window.ahead, any(other.head for other in self._tokens)
+        if ahead is not None and not more and not self._first.going_on():
+            ahead.start()
         self.window.prefetch(
             upcoming_backward(self._count, lowest=self._lowest, layers=self._count)
         )
@@ -278,15 +278,6 @@ class Units:
             self.park_head()
         assert self._head is not None
         self.window.vacate(self._head)
-
-    def _start_ahead(self) -> None:
-        """Let units wait in what the loss took, if it was the last."""
-        ahead = self.window.ahead
-        if ahead is None or not self._length or self._first.going_on():
-            return
-        if not any(token.head for token in self._tokens):
-            self._longest = max(self._longest, self._length)
-            ahead.start(tokens=self._length)
 
     def _end_ahead(self) -> None:
         """Give back what units that wait for a slot lie in."""

@@ -361,7 +361,8 @@ def test_what_will_be_missing_first_is_wanted(
     upcoming = upcoming_backward(layer, lowest=0, layers=layers)
     present = set(range(layer, min(layers, layer + slots)))
     waiting = Ahead(Several(berths), lane=HostLane(), nbytes=1, poison=False)
-    waiting.start(tokens=1)
+    waiting.begin_forward(1, outstanding=False)
+    waiting.start()
     waiting.fetch(
         upcoming,
         present=present,
