@@ -44,6 +44,11 @@ def deterministic() -> Iterator[None]:
 
     Enter it before the model is loaded: cuBLAS reads its setting when CUDA is first used.
 
+    By default torch fills every new tensor with NaN while kernels are deterministic, a kernel more
+    for nearly each that runs. That is off within, since bits do not depend on it unless a kernel
+    reads what nobody wrote; set ``torch.utils.deterministic.fill_uninitialized_memory`` there to
+    have it back.
+
     Raises:
         StateError: CUDA has been used already without the setting, so it would have no effect.
     """
@@ -60,13 +65,17 @@ def deterministic() -> Iterator[None]:
     found = torch.are_deterministic_algorithms_enabled()
     found_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     found_benchmark = torch.backends.cudnn.benchmark
+    memory: Any = torch.utils.deterministic
+    found_fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(found, warn_only=found_warn_only)
         torch.backends.cudnn.benchmark = found_benchmark
+        memory.fill_uninitialized_memory = found_fill
         if found_variable is None:
             os.environ.pop(CUBLAS_VARIABLE, None)
         else:

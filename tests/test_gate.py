@@ -439,6 +439,24 @@ def test_bits_are_compared(
     assert (comparison.first.differing if comparison.first else 0) == differing
 
 
+@pytest.mark.parametrize("together", [1, 20, 1 << 20])
+def test_every_tensor_of_a_surface_counts(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """However many are compared at once."""
+    monkeypatch.setattr("poros_core.gate.compare._TOGETHER", together)
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.float32]
+    left = {str(n): torch.zeros(1 + n, n, dtype=kinds[n % 4]) for n in range(9)}
+    left["scalar"] = torch.tensor(0.0)
+    assert Comparison().compare(view(loss=left), view(loss=left), step=1)
+    for name in left:
+        if left[name].numel():
+            right = {key: tensor.clone() for key, tensor in left.items()}
+            right[name].view(-1)[-1:] += 1
+            comparison = Comparison()
+            assert not comparison.compare(view(loss=left), view(loss=right), step=1)
+            assert comparison.first is not None
+            assert comparison.first.tensor == name
+
+
 def test_a_tensor_that_one_arm_lacks_is_a_divergence() -> None:
     tensor = torch.ones(3)
     for left, right in [({"a": tensor}, {}), ({}, {"a": tensor})]:

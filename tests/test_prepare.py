@@ -177,10 +177,15 @@ def test_something_that_is_no_model() -> None:
 
 
 def test_deterministic_puts_back_what_it_found() -> None:
-    found = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+
+    def settings() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+
+    found = settings()
     with poros.deterministic():
-        assert torch.are_deterministic_algorithms_enabled()
-    assert torch.are_deterministic_algorithms_enabled() == found
+        assert settings() == (True, False)
+    assert settings() == found
 
 
 def test_deterministic_too_late_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class GateDisplay:
 
     def __init__(self, out: Console, options: GateOptions, *, subject: Subject) -> None:
         self._out = out
+        self._began = time.monotonic()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -88,7 +90,7 @@ class GateDisplay:
         """Show what is being done."""
         self._progress.update(self._task, description=text)
         if not self._out.is_terminal:
-            self._out.print(text, soft_wrap=True)
+            self._out.print(f"{text} (at {time.monotonic() - self._began:.0f} s)", soft_wrap=True)
 
     def arms_ready(self, arms: Mapping[str, Arm]) -> None:
         """Say what is compared."""
@@ -103,7 +105,10 @@ class GateDisplay:
         """Move the bar; off a terminal, print every tenth part."""
         self._progress.update(self._task, completed=done, loss=f"loss {loss:.4f}")
         if not self._out.is_terminal and (done % self._every == 0 or done == total):
-            self._out.print(f"step {done}/{total}  loss {loss:.4f}  equal so far")
+            seconds = time.monotonic() - self._began
+            self._out.print(
+                f"step {done}/{total}  loss {loss:.4f}  equal so far (at {seconds:.0f} s)"
+            )
 
 
 def _layers_text(subject: Subject) -> str:

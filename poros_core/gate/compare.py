@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from attrs import define, field, frozen
@@ -11,6 +11,9 @@ __all__ = ["SURFACES", "Comparison", "Divergence", "StepView"]
 
 SURFACES = ("loss", "grad_norms", "optimizer_state", "adapter_weights")
 """In the order in which a step produces them, so that the first that differs is the cause."""
+
+_TOGETHER = 64 << 20
+"""Bytes that are compared at once."""
 
 
 @frozen(kw_only=True)
@@ -104,19 +107,43 @@ def _differences(
 
 
 def _all_equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    """Say whether all bits are equal. The host waits for a device once, not for each tensor."""
+    """Say whether all bits are equal. Tensors are laid end to end and compared together: one by
+    one, launching the kernels would take longer than a step of a small model."""
     if left.keys() != right.keys():
         return False
-    waiting: list[torch.Tensor] = []
-    for name, a in left.items():
-        b = right[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if a.device.type != "cpu":
-            waiting.append((_bits(a) == _bits(b)).all())
-        elif not torch.equal(_bits(a), _bits(b)):
-            return False
-    return not waiting or bool(torch.stack(waiting).all())
+    pairs = [(a, right[name]) for name, a in left.items()]
+    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
+        return False
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for pair in pairs:
+        kinds.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
+    parts = (part for kind in kinds.values() for part in _parts(kind))
+    return all(torch.equal(*_end_to_end(part)) for part in parts)
+
+
+def _parts(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Divide pairs, so that copies of one part take little memory."""
+    part: list[tuple[torch.Tensor, torch.Tensor]] = []
+    nbytes = 0
+    for pair in pairs:
+        if part and nbytes + pair[0].nbytes > _TOGETHER:
+            yield part
+            part, nbytes = [], 0
+        part.append(pair)
+        nbytes += pair[0].nbytes
+    if part:
+        yield part
+
+
+def _end_to_end(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = (
+        torch.cat([_bits(t).reshape(-1) for t in side]) for side in zip(*pairs, strict=True)
+    )
+    return left, right
 
 
 def _divergence(
