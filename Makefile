@@ -44,6 +44,7 @@ format: $(STAMP)
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/validation_tables.py
+	$(BIN)/python benchmarks/result_tables.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'

@@ -107,13 +107,17 @@ def lines_of(
 _USUAL: Mapping[str, Any] = {
     "vram_budget": None,
     "optimizer_state": "device",
-    "offload_activations": None,
+    "offload_activations": False,
     "cap_bytes": None,
 }
+_UNSAID: Mapping[str, Any] = {"offload_activations": False}
+"""What a record that does not say had."""
 
 
 def _is(**wanted: Any) -> Callable[[Record], bool]:
-    return lambda record: all(record["settings"].get(key) == value for key, value in wanted.items())
+    return lambda record: all(
+        record["settings"].get(key, _UNSAID.get(key)) == value for key, value in wanted.items()
+    )
 
 
 def budget_panels(records: Sequence[Record]) -> list[Panel]:

@@ -56,28 +56,28 @@ def page(records: Mapping[str, Record]) -> str:
     """Return what stands between the markers."""
     sections = [
         _summary(records),
-        _section(
+        section(
             "Training, streamed against resident",
             "Four surfaces (loss, gradient norms, optimizer state, adapter weights) compared bit "
             "for bit at every step. Peaks are the allocator's, times are medians.",
             ("model", "run", "verdict", "peak: resident → streamed", "step", "record"),
             [_parity(n, r) for n, r in records.items() if r["kind"] == PARITY and not _mode(r)],
         ),
-        _section(
+        section(
             "Modes",
             "The same with other kernels. *Not deterministic* means that two resident runs, which "
             "Poros does not touch, differ from each other: then nothing is claimed.",
             ("mode", "model", "verdict", "where resident runs differ", "record"),
             [_mode_row(n, r) for n, r in records.items() if r["kind"] == PARITY and _mode(r)],
         ),
-        _section(
+        section(
             "Other people's loops",
             "One script with and without `poros.prepare`, each in a process of its own, the "
             "adapter files compared byte for byte.",
             ("model", "loop", "verdict", "peak: plain → Poros", "whole script", "record"),
             [_loop(n, r) for n, r in records.items() if r["kind"] == LOOP],
         ),
-        _section(
+        section(
             "Negative controls",
             "A fault planted in the streamed arm, which the gate must find, and the same run "
             "without it, which must be exact.",
@@ -106,12 +106,20 @@ def _stack(stack: Mapping[str, Any]) -> str:
     return f"{where}{driver}, {', '.join(f'{name} {stack[name]}' for name in names)}"
 
 
-def _section(title: str, text: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def section(
+    title: str,
+    text: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    level: int = 3,
+) -> str:
+    """Return a title, a text and a table; nothing where there are no rows."""
     if not rows:
         return ""
     lines = [headings, ["---"] * len(headings), *rows]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"### {title}\n\n{text}\n\n{table}"
+    return f"{'#' * level} {title}\n\n{text}\n\n{table}"
 
 
 def _parity(name: str, record: Record) -> list[str]:
@@ -162,7 +170,7 @@ def _others(records: Mapping[str, Record]) -> str:
         if record["kind"] not in known
     ]
     text = "What each proves stands in it, under `proof`."
-    return _section("Other records", text, ("what", "model", "verdict", "record"), rows)
+    return section("Other records", text, ("what", "model", "verdict", "record"), rows)
 
 
 def _pending(records: Mapping[str, Record]) -> str:

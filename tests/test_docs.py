@@ -114,7 +114,9 @@ def test_what_loads_cost_is_what_records_say() -> None:
     for cells, path in rows:
         record = json.loads((LOADING.parent / path).read_text(encoding="utf-8"))
         assert (record["kind"], record["outcome"]) == ("load-cost", "loaded")
-        assert (record["shape"], record["stack"]["gpu"]) == ("7b", "NVIDIA H200")
+        assert record["stack"]["gpu"] == "NVIDIA H200"
+        assert cells.lower().startswith(record["shape"])
+        assert f"{record['host_store_bytes'] / 1e9:.2f}" in LOADING.read_text(encoding="utf-8")
         assert [cell.strip() for cell in cells.split("|")][1:] == [
             *(f"{record[name] / 1e9:.2f} GB" for name in sizes),
             *(f"{record[name]:.2f} s" for name in ("seconds", "floor_seconds")),

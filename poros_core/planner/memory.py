@@ -11,7 +11,8 @@ fused, one temporary are there, and nothing of the forward. At a few hundred tok
 Slots and head take turns in one arena, and while layers compute, graphs keep their temporaries in
 what the head has beyond the slots. Only what does not fit there takes memory of its own, and keeps
 it, since a graph's addresses are fixed. Before they are captured, in the first step or two, a
-block's temporaries lie there too, but in pieces. In the first optimizer step the state comes into
+block's temporaries lie there too, but in pieces. How much lies between pieces depends on one layer
+of a block, not on how many it has. In the first optimizer step the state comes into
 being, on the device also where it is to be on the host: that is the peak where nothing else is
 large.
 """
@@ -48,13 +49,16 @@ _CUBLAS_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` (cuBLAS documentation)."""
 _SLACK = 0.115
 """What the allocator reserves beyond what is allocated and what a loop holds, as a share of all but
-the arena: 2 to 11 % in the cost records."""
-_POOL = 1.4
-"""What graphs reserve outside of the arena, in pieces, over what a block needs there. Fitted to the
-cost records at 2048 and 4096 tokens."""
-_EAGER = 2.45
-"""What the backward of a block that is not captured yet reserves, in pieces, over what it needs:
-2.3 and 2.4 where all of it was outside of the arena."""
+the arena and what a block works in: 2 to 11 % in the cost records."""
+_POOL = 0.4
+"""What graphs reserve outside of the arena beyond what a block needs there, as a share of one
+layer's part of it. Fitted to the cost records at 2048 and 4096 tokens."""
+_BLOCK = 1.4
+"""The same where the backward of a block is the peak: fitted to the cost records of blocks of 4, 8
+and 16 layers."""
+_EAGER = 1.45
+"""The same for the backward of a block that is not captured yet: 1.3 and 1.4 where all of it was
+outside of the arena."""
 _RING = 3
 """Buffers of the ring; as in ``poros_core.ring``, which needs torch. A test holds them together."""
 _ADAM, _FLOAT, _HALF = 8, 4, 2
@@ -76,7 +80,8 @@ class Memory:
         components: what is allocated then, by name.
         slots: what layers take of the arena.
         head: what the head takes of it, at another time.
-        graph_workspace: what graphs hold outside the arena; see [Note: What graphs add].
+        graph_workspace: what graphs hold outside the arena beside ``components``; see
+            [Note: What graphs add].
         graphs: what the driver takes for captured graphs.
         held: logits of the step before, which a loop that keeps its outputs in a variable holds
             until the next forward returns: beside new ones, though not at the peak.
@@ -100,8 +105,8 @@ class Memory:
     @property
     def gaps(self) -> int:
         """What the allocator holds beyond what is allocated and what graphs hold."""
-        arena = self.components.get("arena", 0)
-        return round(_SLACK * (self.allocated - arena))
+        apart = self.components.get("arena", 0) + self.components.get("workspace", 0)
+        return round(_SLACK * (self.allocated - apart))
 
     @property
     def reserved(self) -> int:
@@ -130,25 +135,27 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
     standing = {"arena": regions.size, **_standing(weights, run)}
     # the first step captures nothing yet, and AdamW has no state then
     captured = standing["optimizer"] if run.graphs else 0
-    moments["backward"]["workspace"] = max(0, workspace - captured)
-    moment = max(moments, key=lambda name: sum((standing | moments[name]).values()))
     room = regions.size - regions.slot_bytes
+    outside = max(0, workspace - room) if run.graphs else 0
+    moments["backward"]["workspace"] = max(outside, workspace - captured)
+    moment = max(moments, key=lambda name: sum((standing | moments[name]).values()))
     held = _HALF * run.tokens * weights.vocabulary if run.loss_chunk is None else 0
     gradients = _FLOAT * weights.adapter_count(run.rank)
     before = sum(standing.values()) - standing["optimizer"] + gradients + held
     made = round((1 + _SLACK) * _ADAM * weights.adapter_count(run.rank))
     if run.optimizer_state == "host":  # the arena stands aside while the state comes into being
         made -= regions.size
-    outside = max(0, workspace - room) if run.graphs else 0
+    pieces = min(outside, block_workspace(weights, attrs.evolve(run, block_size=1)))
+    pool = outside + _POOL * pieces if moment != "backward" else _BLOCK * pieces
     return Memory(
         moment=moment,
         components={k: v for k, v in (standing | moments[moment]).items() if v},
         slots=regions.slot_bytes,
         head=weights.head_bytes,
-        graph_workspace=round(_POOL * outside),
+        graph_workspace=round(pool),
         graphs=_GRAPHS_BYTES + 2 * blocks * _GRAPH_BYTES if run.graphs else 0,
         held=held,
-        first=before + max(made, round(_EAGER * outside)) if run.graphs else 0,
+        first=before + max(made, round(outside + _EAGER * pieces)) if run.graphs else 0,
     )
 
 

@@ -146,6 +146,15 @@ class StepTime:
         return self.accumulate * phases + self.optimizer + self.beside
 
     @property
+    def pace(self) -> float:
+        """What the slower of link and compute takes, phase by phase, as if neither waited for the
+        other: what a step cannot be shorter than with the memory that it has. A forward finds on
+        the device what a budget holds, and must wait for all other layers, so compute of the
+        backward cannot make up for copies of the forward."""
+        slower = sum(max(phase.link, phase.compute or 0.0) for phase in self.phases)
+        return self.accumulate * slower + self.optimizer
+
+    @property
     def link(self) -> float:
         """What the copies take, in all phases and for the optimizer."""
         return self.accumulate * sum(phase.link for phase in self.phases) + self.optimizer
