@@ -49,8 +49,8 @@ def test_of_two_runs_the_later_counts_whole(tables: Any) -> None:
 
 
 def test_more_memory_never_makes_a_step_longer(tables: Any, records: Any) -> None:
-    """And a step takes a twentieth more than is predicted for the slower of link and compute at most,
-    and the prediction is near."""
+    """And a step takes at most a twentieth more than is predicted for the slower of link and
+    compute, and the prediction is near."""
     costs = [r for r in records if r["kind"] == "training-cost"]
     rows = tables.latest(costs, lambda r: r["shape"] == "32b" and tables.budget_of(r) is not None)
     rows.sort(key=tables.budget_of)
