@@ -34,8 +34,10 @@ __all__ = ["Ahead", "IdleMemory", "Memory"]
 _log = get_logger("runtime")
 
 _SHARE = 0.6
-"""Of the blocks of idle memory that units fit in, how many are borrowed: the rest is for what a
-backward needs and a forward does not, such as gradients."""
+"""Of the blocks of idle memory that units fit in, how many are borrowed as a backward starts: the
+rest is for what it needs and a forward does not, such as gradients."""
+_SHARE_AFTER = 0.9
+"""The same when the backward is behind: the rest is for what an optimizer computes with."""
 _LESS = 0.75
 """What the number of units is multiplied by when it was too much."""
 _MOST = 16
@@ -48,12 +50,13 @@ _SMALL = 1 << 20
 class Memory(Protocol):
     """Where memory is borrowed."""
 
-    def borrow(self, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
+    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
         """Return flat uint8 tensors of so many bytes each, as many as can be spared.
 
         Args:
             nbytes: of each.
             tokens: of the forward whose backward starts.
+            after: whether that backward is behind.
         """
         ...
 
@@ -68,34 +71,37 @@ class IdleMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cap = _MOST
-        self._most: dict[int, int] = {}
+        self._most: dict[tuple[bool, int], int] = {}
         self._reserved = self._pool = self._lent = 0
 
-    def borrow(self, nbytes: int, *, tokens: int) -> list[torch.Tensor]:
+    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
         """Borrow what is idle; see ``Memory``. A CPU's memory is nobody's to lend, and what is
         small is not kept with what is large."""
         if self._device.type != "cuda" or nbytes <= _SMALL:
             return []
         reserved = torch.cuda.memory_reserved(self._device)
+        if self._lent and reserved > self._reserved:
+            return []  # what is out may be why: ``returned`` looks
         if reserved != self._reserved:
             self._most.clear()
             self._reserved = reserved
-        if tokens not in self._most:
+        if (after, tokens) not in self._most:
             segments = self._segments()
             self._pool = sum(segment["total_size"] for segment in segments)
-            self._most[tokens] = int(_SHARE * self._fitting(segments, nbytes))
+            share = _SHARE_AFTER if after else _SHARE
+            self._most[after, tokens] = int(share * self._fitting(segments, nbytes))
         # a longer forward may come before it is given back, and has less to spare
-        most = min(fit for length, fit in self._most.items() if length >= tokens)
+        most = min(fit for (when, n), fit in self._most.items() if when == after and n >= tokens)
         borrowed: list[torch.Tensor] = []
-        for _ in range(min(self._cap, most)):
+        for _ in range(min(self._cap - self._lent, most)):
             with not_filled():
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             if torch.cuda.memory_reserved(self._device) > reserved:
                 del memory
-                self._borrow_less(than=len(borrowed) + 1)
+                self._borrow_less(than=self._lent + len(borrowed) + 1)
                 break
             borrowed.append(memory)
-        self._lent = len(borrowed)
+        self._lent += len(borrowed)
         return borrowed
 
     def returned(self) -> None:
@@ -172,6 +178,7 @@ class Ahead:
         self._nbytes = nbytes
         self._poison = poison
         self._length = self._longest = 0
+        self._started = self._cut_short = self._in_vain = False
         self._berths: list[_Berth] = []
         self._drained = weakref.finalize(self, _drain, self._berths, lane)
         self._drained.atexit = False
@@ -189,6 +196,7 @@ class Ahead:
             tokens: how many it takes; 0 if that is not known, and nothing is borrowed after it.
             outstanding: whether the backward of an earlier one is still to come.
         """
+        self._in_vain, self._cut_short = self._cut_short, False
         if torch.is_grad_enabled():
             self._length = max(tokens, self._length if outstanding else 0)
         if not torch.is_grad_enabled() or tokens > self._longest:
@@ -198,13 +206,31 @@ class Ahead:
         """The last loss is behind: borrow memory, if there is none yet. Kernels issued so far may
         still use it."""
         self._longest = max(self._longest, self._length)
-        if not self._berths and self._nbytes and self._length:
-            memory = self._memory.borrow(self._nbytes, tokens=self._length)
+        if not self._berths:
+            self._borrow(after=False)
+        self._started = True
+
+    def extend(self) -> None:
+        """The backward is behind: borrow more, unless others needed the memory last time before a
+        forward came."""
+        if self._started and not self._in_vain:
+            self._borrow(after=True)
+        self._started = False
+
+    def _borrow(self, *, after: bool) -> None:
+        if self._nbytes and self._length:
+            memory = self._memory.borrow(self._nbytes, tokens=self._length, after=after)
             now = self._lane.record()
             self._berths.extend(_Berth(each, now) for each in memory)
 
+    def cut_short(self) -> None:
+        """Give the memory back although no forward came: others need it."""
+        self._cut_short = True
+        self.end()
+
     def end(self) -> None:
         """Give the memory back: kernels issued from here on may use it."""
+        self._started = False
         if self._berths:
             _drain(self._berths, self._lane)
             self._memory.returned()

@@ -240,6 +240,7 @@ class Units:
         if backward and layer <= self._lowest:
             self.window.keep_only(self.memory.kept)
             self._first.backward()
+            self._extend_ahead()
         self.window.prefetch(
             upcoming_backward(layer, lowest=self._lowest, layers=self._count)
             if backward
@@ -283,6 +284,17 @@ class Units:
         """Give back what units that wait for a slot lie in."""
         if self.window.ahead is not None:
             self.window.ahead.end()
+
+    def _extend_ahead(self) -> None:
+        """Let more units wait, if the backward that ends is the last one to come."""
+        last = sum(token.outstanding for token in self._tokens) <= 1
+        if self.window.ahead is not None and last and not graph_is_retained():
+            self.window.ahead.extend()
+
+    def _cut_ahead_short(self) -> None:
+        """Give it back before a forward: others need it."""
+        if self.window.ahead is not None:
+            self.window.ahead.cut_short()
 
     # -- the arena -----------------------------------------------------------------------------
 
@@ -361,7 +373,7 @@ class Units:
 
     def lend(self, nbytes: int, reclaim: Callable[[], None]) -> torch.Tensor | None:
         """Lend the end of the arena; see ``Lender``."""
-        self._end_ahead()
+        self._cut_ahead_short()
         start = (self.window.arena.nbytes - nbytes) // ALIGNMENT * ALIGNMENT
         if not self._idle or start < 0 or not self.window.clear(Region(start, nbytes)):
             return None
@@ -375,7 +387,7 @@ class Units:
 
     def stand_aside(self) -> None:
         """Free the arena until the next forward; see ``Lender``."""
-        self._end_ahead()
+        self._cut_ahead_short()
         if not self._idle or not self.window.clear(Region(0, self.window.arena.nbytes)):
             return
         self.window.drop()
