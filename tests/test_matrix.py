@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,71 @@ def test_the_exit_status_is_that_of_the_worst(verdicts: dict[int, str], status: 
     assert exit_status(run(rows, Runner(verdicts))) == status
 
 
+class Together(Runner):
+    """Comes back once so many rows run at the same time."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__({0: "caught"})
+        self.barrier = threading.Barrier(count)
+
+    def __call__(
+        self, options: GateOptions, *, state: Path | None, minutes: float | None
+    ) -> Record:
+        record = super().__call__(options, state=state, minutes=minutes)
+        if options.plant is None:
+            self.barrier.wait(timeout=20)
+        return {**record, "arms": {"streamed": {"step_seconds": 0.5, "peak_allocated_bytes": 7}}}
+
+
+def test_rows_beside_each_other_have_no_times(tmp_path: Path) -> None:
+    rows = [
+        *(row(f"row {seed}", settings={"seed": seed}) for seed in (1, 2)),
+        row("control", settings={"plant": "early-read"}),
+    ]
+    watch = Watch()
+    found = run_matrix(rows, run=Together(3), observer=watch, cuda=False, folder=tmp_path, jobs=3)
+    assert [outcome.row for outcome in found] == rows, "whichever ended first"
+    assert [outcome.status for outcome in found] == ["exact", "exact", "caught"]
+    assert sorted(watch.begun) == sorted(row.name for row in rows)
+    records = [json.loads((tmp_path / f"{row.name}.json").read_text()) for row in rows]
+    assert [record["beside"] for record in records] == [2, 2, 2]
+    for part in (*records[:2], records[2]["faulty"], records[2]["clean"]):
+        assert part["arms"]["streamed"] == {"step_seconds": None, "peak_allocated_bytes": 7}
+
+
+def test_a_row_that_ran_alone_keeps_its_times(tmp_path: Path) -> None:
+    run_matrix([row("a")], run=Together(1), observer=Watch(), cuda=False, folder=tmp_path, jobs=3)
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["arms"]["streamed"]["step_seconds"] == 0.5
+    assert "beside" not in record
+
+
+def test_a_row_that_breaks_off_lets_no_other_begin() -> None:
+    class Breaks(Runner):
+        def __call__(self, options: GateOptions, **more: Any) -> Record:
+            super().__call__(options, **more)
+            raise KeyboardInterrupt
+
+    runner = Breaks()
+    rows = [row(f"row {seed}", settings={"seed": seed}) for seed in range(40)]
+    with pytest.raises(KeyboardInterrupt):
+        run_matrix(rows, run=runner, observer=Watch(), cuda=False, jobs=2)
+    assert len(runner.calls) < len(rows)
+
+
+@pytest.mark.slow
+def test_rows_run_beside_each_other_in_processes(
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    rows = ("ci-qwen2", "ci-qwen3")
+    named = [word for name in rows for word in ("--row", name)]
+    code, _, _ = gate_cli("--matrix", "ci", *named, "--jobs", "2", "--json-dir", str(tmp_path))
+    assert code == 0
+    for name in rows:
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (record["verdict"], record["beside"]) == ("exact", 1)
+
+
 @pytest.mark.parametrize("verdict", ["exact", "diverged"])
 def test_a_fault_that_makes_no_difference_is_missed(verdict: str) -> None:
     (found,) = run([row("c", settings={"plant": "early-read"})], Runner({0: verdict}))
@@ -312,6 +378,8 @@ def test_a_real_row_through_the_command_line(
         (["--matrix", "ci", "--steps", "5"], "--steps has no effect here: --matrix and --controls"),
         (["--controls", "--html", "r.html"], "--html has no effect here"),
         (["--family", "qwen2", "--shape", "tiny", "--row", "a"], "--row has no effect here"),
+        (["--family", "qwen2", "--shape", "tiny", "--jobs", "2"], "--jobs has no effect here"),
+        (["--matrix", "ci", "--jobs", "0"], "--jobs must be 1 or more; got 0"),
         (["--matrix", "ci", "--json", "no/where.json"], "name a file in a folder that exists"),
     ],
 )

@@ -167,7 +167,10 @@ def test_peaks_of_training_loops(record: Mapping[str, Any]) -> None:
     assert 1.0 <= memory.reserved / arm["peak_reserved_bytes"] <= 1.1
 
 
-@pytest.mark.parametrize("record", GATES)
+TIMED = [p for p in GATES if p.values[0]["arms"]["streamed"]["step_seconds"] is not None]
+
+
+@pytest.mark.parametrize("record", TIMED)
 def test_step_times(record: Mapping[str, Any]) -> None:
     weights, run = weights_of(record["family"], record["shape"]), run_of(record)
     predicted = step_time(weights, run, H200).seconds

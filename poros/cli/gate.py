@@ -92,6 +92,7 @@ def gate(
     row: flags.Row = None,
     json_dir: flags.JsonDir = None,
     data_dir: flags.DataDir = None,
+    jobs: flags.Jobs = 1,
     controls: flags.Controls = False,
     load: flags.Load = False,
     pieces: flags.Pieces = 1,
@@ -146,14 +147,23 @@ def gate(
         "--html": html,
         "--card": card,
     }
-    for_rows = {"--row": row, "--json-dir": json_dir, "--data-dir": data_dir}
+    for_rows = {
+        **{"--row": row, "--json-dir": json_dir, "--data-dir": data_dir},
+        "--jobs": jobs != 1,
+    }
     for path in (json_file, html, card, write_fingerprints, state):
         _check_target(path)
     if matrix is not None or controls:
         _refuse("--matrix and --controls run rows, which have their own settings", files, options)
         asked = matrix or "controls"
         status = gate_matrix(
-            asked, rows=row, folder=json_dir, data=data_dir, minutes=minutes, json_file=json_file
+            asked,
+            rows=row,
+            folder=json_dir,
+            data=data_dir,
+            minutes=minutes,
+            json_file=json_file,
+            jobs=jobs,
         )
         raise typer.Exit(status)
     _refuse("a single gate has no rows; name a --matrix", for_rows)

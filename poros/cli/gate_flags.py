@@ -235,6 +235,14 @@ DataDir = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Where rows find their data files.", rich_help_panel=_MATRIX),
 ]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Rows that run at once, each in its own process; times are left out of their records.",
+        rich_help_panel=_MATRIX,
+    ),
+]
 Controls = Annotated[
     bool,
     typer.Option(

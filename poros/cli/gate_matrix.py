@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,12 @@ def gate_matrix(
     data: Path | None,
     minutes: float | None,
     json_file: Path | None,
+    jobs: int = 1,
 ) -> int:
     """Run a matrix and show how it goes; return the exit status."""
     chosen = read_matrix(matrix, rows=rows or ())
+    if jobs < 1:
+        raise GateError(f"--jobs must be 1 or more; got {jobs}.")
     if minutes is not None and (folder is None or minutes <= 0):
         raise GateError(
             "--minutes must be more than 0, and needs --json-dir DIR with --matrix, where rows "
@@ -62,14 +66,16 @@ def gate_matrix(
 
         cuda = torch.cuda.is_available()
         # a row may ask for other kernels, or exhaust the device: on CUDA each has its own process
+        child = partial(in_a_child, shown=jobs == 1)
         outcomes = run_matrix(
             chosen,
-            run=in_a_child if cuda else in_this_process,
+            run=child if cuda or jobs > 1 else in_this_process,
             observer=_Display(out),
             cuda=cuda,
             folder=folder,
             data=data,
             minutes=minutes,
+            jobs=jobs,
         )
     if json_file is not None:
         json_file.write_text(json.dumps(_summary(outcomes), indent=2) + "\n", encoding="utf-8")
@@ -87,9 +93,10 @@ def in_this_process(
 
 
 def in_a_child(
-    options: GateOptions, *, state: Path | None, minutes: float | None
+    options: GateOptions, *, state: Path | None, minutes: float | None, shown: bool = True
 ) -> Mapping[str, Any]:
-    """Run a gate in a process of its own; see ``RowRunner``."""
+    """Run a gate in a process of its own, and let it be ``shown`` how far it is; see
+    ``RowRunner``."""
     with tempfile.TemporaryDirectory(prefix="poros-gate-") as scratch:
         record = Path(scratch) / "record.json"
         flags = ["gate", *flags_of(options), "--json", str(record)]
@@ -99,7 +106,7 @@ def in_a_child(
             flags += ["--minutes", str(minutes)]
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, *flags],
-            stdout=sys.stderr,
+            stdout=sys.stderr if shown else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             check=False,

@@ -1,10 +1,19 @@
-"""Running a matrix: what has run, what can run now, and what each row came to."""
+"""Running a matrix: what has run, what can run now, and what each row came to.
+
+[Note: Rows beside each other]
+A gate of a small model leaves most of a GPU idle: its resident arms wait for the host that launches
+their kernels. Rows in processes of their own can run several at once, and bits do not depend on it.
+Times do, so a record of a row that had others beside it has none.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -85,6 +94,7 @@ def run_matrix(
     folder: Path | None = None,
     data: Path | None = None,
     minutes: float | None = None,
+    jobs: int = 1,
 ) -> list[Outcome]:
     """Run what has not run yet, as far as the time goes.
 
@@ -98,18 +108,57 @@ def run_matrix(
         folder: where records and states are; None keeps none.
         data: the folder of rows' data files.
         minutes: how long all of it may take; None means no limit.
+        jobs: rows that run at once; more than one takes a ``run`` that several threads may call.
+            See [Note: Rows beside each other].
+
+    Returns:
+        What each row came to, in their order.
     """
     until = None if minutes is None else time.monotonic() + 60 * minutes
-    outcomes = []
-    for row in rows:
+    crowd, one_at_a_time = _Crowd(), threading.Lock()
+
+    def outcome_of(row: Row) -> Outcome:
         left = None if until is None else (until - time.monotonic()) / 60
         outcome = _done(row, folder) or _not_now(row, cuda=cuda, data=data, left=left)
         if outcome is None:
-            observer.begins(row)
-            outcome = _RowRun(row, run=run, folder=folder, data=data, minutes=left).outcome()
-        observer.ended(outcome)
-        outcomes.append(outcome)
-    return outcomes
+            with one_at_a_time:
+                observer.begins(row)
+            with crowd.joined() as beside:
+                outcome = _RowRun(
+                    row, run=run, folder=folder, data=data, minutes=left, beside=beside
+                ).outcome()
+        with one_at_a_time:
+            observer.ended(outcome)
+        return outcome
+
+    if jobs == 1:
+        return [outcome_of(row) for row in rows]
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="poros-row")
+    try:
+        return list(pool.map(outcome_of, rows))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C no other row begins
+
+
+class _Crowd:
+    """Who runs at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._most: dict[object, int] = {}
+
+    @contextmanager
+    def joined(self) -> Iterator[Callable[[], int]]:
+        """Be one more; the value says how many others there were at once so far."""
+        me = object()
+        with self._lock:
+            self._most[me] = 0
+            self._most = {who: max(most, len(self._most)) for who, most in self._most.items()}
+        try:
+            yield lambda: self._most[me] - 1
+        finally:
+            with self._lock:
+                del self._most[me]
 
 
 def exit_status(outcomes: Iterable[Outcome]) -> int:
@@ -164,8 +213,10 @@ class _RowRun:
         folder: Path | None,
         data: Path | None,
         minutes: float | None,
+        beside: Callable[[], int],
     ) -> None:
         self._row = row
+        self._beside = beside
         self._run = run
         self._folder = folder
         self._data = data
@@ -184,6 +235,9 @@ class _RowRun:
             compared, steps = record["steps_compared"], record["steps"]
             detail = f"{compared} of {steps} steps were equal so far"
             return Outcome(row=self._row, status="pending", detail=detail)
+        beside = self._beside()
+        if beside:
+            record = {**_without_times(record), "beside": beside}
         record = {**record, "row": attrs.asdict(self._row)}
         if self._folder is not None:
             path = self._folder / f"{self._row.name}.json"
@@ -223,6 +277,17 @@ class _RowRun:
             "stack": faulty["stack"],
             "date": faulty["date"],
         }
+
+
+def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record, and those of a control within it, without what arms' steps took."""
+    found = dict(record)
+    for part in ("faulty", "clean"):
+        if part in found:
+            found[part] = _without_times(found[part])
+    if "arms" in found:
+        found["arms"] = {name: {**arm, "step_seconds": None} for name, arm in found["arms"].items()}
+    return found
 
 
 _ORDER = ("loss", "grad_norms", "optimizer_state", "adapter_weights")

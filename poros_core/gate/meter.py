@@ -33,7 +33,7 @@ METHOD = (
     f"between the others' tensors count too; in the first {SETTLING_STEPS} steps, with the "
     "allocator's cache emptied before and after each arm's step. step_seconds: median "
     f"over the steps after the first {SETTLING_STEPS}, device synchronised before and after. "
-    "Null: not measured (no CUDA device, or too few steps)."
+    "Null: not measured (no CUDA device, too few steps, or other gates ran beside it)."
 )
 
 
