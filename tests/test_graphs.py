@@ -39,6 +39,7 @@ from poros_runtimes.streamed.buffers import Buffer, Pages, copied, span_of
 from poros_runtimes.streamed.capture import CudaCapturer, LostGraphs
 from poros_runtimes.streamed.graphs import SIGNATURES
 from poros_runtimes.streamed.pools import Pool, drawing
+from poros_runtimes.streamed.residency import Residency
 from poros_runtimes.streamed.signature import layout_of
 from poros_runtimes.streamed.streams import own_stream
 
@@ -595,7 +596,9 @@ class Counting:
 def test_a_budget_counts_as_many_graphs_as_are_kept(room: int, kept: int) -> None:
     model = make()
     units = handle_of(model).units
-    units._budget = budget = Counting(room)
+    budget = Counting(room)
+    units._residency = Residency(budget, units.memory, layers=4)  # type: ignore[arg-type]
+    units._residency.counts(units.graphs)
     params = [p for p in model.parameters() if p.requires_grad]
     plain(model, 0, CPU)
     for param in params:

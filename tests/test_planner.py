@@ -220,6 +220,15 @@ def test_costs(record: Mapping[str, Any]) -> None:
     assert predicted.seconds == pytest.approx(record["step_seconds"]["median"], rel=0.2)
 
 
+def test_a_budget_counts_the_graphs_that_the_runtime_counts() -> None:
+    from poros_core.planner import memory
+    from poros_runtimes.streamed import residency
+
+    assert residency._SIGNATURES[0] == 1 + memory._MORE
+    assert memory.more_graphs(RunSettings(block_size=3), layers=10) == 3 * 8 * memory._GRAPH_BYTES
+    assert memory.more_graphs(RunSettings(graphs=False), layers=10) == 0
+
+
 @pytest.mark.parametrize(("shape", "gigabytes"), [("7b", 2.77), ("32b", 4.59), ("72b", 6.78)])
 def test_the_moment_of_the_loss(shape: str, gigabytes: float) -> None:
     """Adapters, Adam, head, boundaries, three float32 tensors of logits and the bf16 one."""
@@ -666,7 +675,7 @@ def test_the_command(cli: Cli, seven: str) -> None:
     assert rows["arena"] == "1.09 GB (slots 0.26 GB and head 1.09 GB, in turn)"
     assert rows["host memory"].startswith("5.85 GB, page-locked (layers 3.67 GB")
     assert "set by link" in rows["step, all streams"]
-    assert rows["step, with the budget"].startswith("15 of 28 layers stay on the card: ")
+    assert rows["step, with the budget"].startswith("14 of 28 layers stay on the card: ")
     assert "It loads and trains." in out
     assert "The longest sequence that fits so has" in out
 

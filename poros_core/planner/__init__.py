@@ -16,7 +16,13 @@ from attrs import frozen
 from poros_core.configs import read_config
 from poros_core.errors import CheckpointError, SettingsError
 from poros_core.planner.headers import Headers, hub_headers, local_headers
-from poros_core.planner.memory import Memory, device_memory, host_memory, resident_memory
+from poros_core.planner.memory import (
+    Memory,
+    device_memory,
+    host_memory,
+    more_graphs,
+    resident_memory,
+)
 from poros_core.planner.settings import CHUNK, RunSettings
 from poros_core.planner.step_time import Rates, StepTime, step_time
 from poros_core.planner.weights import Weights, sort_weights
@@ -275,6 +281,7 @@ def _fits(model: Model, run: RunSettings, vram: int | None, ram: int | None) -> 
 def _resident(model: Model, run: RunSettings, vram: int) -> frozenset[int]:
     """Return which layers a budget keeps on the device: as many as fit, spread over the depth."""
     spare = vram - device_memory(model.weights, run, softcap=model.softcap).device
+    spare -= more_graphs(run, layers=len(model.weights.layers))
     return most_resident(model.weights.layer_bytes(run.precision), spare=spare)
 
 

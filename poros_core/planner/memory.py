@@ -35,6 +35,7 @@ __all__ = [
     "block_workspace",
     "device_memory",
     "host_memory",
+    "more_graphs",
     "resident_memory",
 ]
 
@@ -45,6 +46,9 @@ _GRAPHS_BYTES = 40_000_000
 _GRAPH_BYTES = 650_000
 """Driver memory that captured graphs take beside that, all of them and each; a block has two.
 Fitted to the cost records."""
+_MORE = 3
+"""Signatures beyond the first whose graphs a budget counts; as in
+``poros_runtimes.streamed.residency``. A test holds them together."""
 _CUBLAS_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` (cuBLAS documentation)."""
 _SLACK = 0.115
@@ -187,6 +191,12 @@ def resident_memory(
     return Memory(
         moment=moment, components=components, slots=0, head=0, graph_workspace=0, graphs=0
     )
+
+
+def more_graphs(run: RunSettings, *, layers: int) -> int:
+    """Return what a budget sets aside for graphs of lengths beyond the first, in bytes."""
+    blocks = -(-layers // run.block_size)
+    return _MORE * 2 * blocks * _GRAPH_BYTES if run.graphs else 0
 
 
 def host_memory(weights: Weights, run: RunSettings) -> dict[str, int]:

@@ -4,9 +4,11 @@
 A budget is for all that the process takes of the device: what the allocator reserves, and beside it
 the context, loaded kernels and graphs. What training takes is measured, not guessed: by the time
 that the first optimizer step is done, gradients, optimizer state and activations have been there
-once. The next peak is what is allocated then, plus what the first step rose by while it ran.
-Resident units are chosen once, at the start of the forward after that. Graphs come later: a budget
-counts those of so many signatures, with the buffers that these take, and no more are kept.
+once. The next peak is what is allocated then, plus what the first step rose by until its optimizer
+stepped; or what there was while that did, which is the same every time. Where the optimizer's state
+was elsewhere meanwhile, all of the first step's rise is added. Resident units are chosen once, at
+the start of the forward after that. Graphs come later: a budget counts those of so many signatures,
+with the buffers that these take, and no more are kept; fewer, once what is measured says so.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ _FRAGMENTATION = 1.06
 H200 have, 1.04 to 1.08, logits that a loop still holds included."""
 _SLACK = 64 << 20
 """Bytes beside that, for small segments and workspaces."""
-_GRAPH = 2_200_000
-"""Bytes that a graph takes outside the allocator at most: 1 to 2.2 MB in the cost records."""
+_GRAPHS = 120_000_000
+_GRAPH = 750_000
+"""Bytes that graphs take outside the allocator at most, all of them and each: 0.12 GB in the cost
+records of one length, half a megabyte each in those of real loops, which keep up to 1400."""
 _OUTSIDE = 1_500_000_000
 """Bytes that context, loaded kernels and libraries take at most; what the driver reports beyond
 them is another process's."""
@@ -43,6 +47,9 @@ class Budget:
         self._budget = budget
         self._device = device
         self._before: int | None = None
+        self._stepping: int | None = None
+        self._elsewhere = False
+        self._outside = self._counted = 0
 
     @property
     def fixed(self) -> bool:
@@ -54,6 +61,15 @@ class Budget:
         """A first step starts."""
         if self._before is None and self._device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self._device)
+
+    def optimizer_steps(self) -> None:
+        """An optimizer is about to step for the first time."""
+        if self._stepping is None and self._device.type == "cuda":
+            self._stepping = torch.cuda.max_memory_allocated(self._device)
+
+    def state_elsewhere(self) -> None:
+        """An optimizer's state takes memory only while it steps."""
+        self._elsewhere = True
 
     def spare(self, *, own: int, graphs: int, buffers: int) -> Spare:
         """Return the bytes that units may take.
@@ -68,16 +84,34 @@ class Budget:
         device = self._device
         allocated = torch.cuda.memory_allocated(device)
         before = allocated if self._before is None else self._before
-        peak = allocated + max(0, torch.cuda.max_memory_allocated(device) - before)
+        highest = torch.cuda.max_memory_allocated(device)
+        until = highest if self._stepping is None or self._elsewhere else self._stepping
+        peak = max(highest, allocated + max(0, until - before))
         reserved = round(peak * _FRAGMENTATION) + _SLACK + buffers
-        free, total = torch.cuda.mem_get_info(device)
-        outside = total - free - torch.cuda.memory_reserved(device)
-        allowed = self._allowed(total) - reserved
-        if self._budget == "auto":
-            left = round(total * (1 - _MARGIN)) - outside - reserved
-        else:
-            left = self._budget - min(outside, _OUTSIDE) - reserved
-        return min(allowed, left - graphs * _GRAPH)
+        total = torch.cuda.mem_get_info(device)[1]
+        self._outside = self._beside()
+        self._counted = self._outside
+        if self._budget != "auto":
+            self._counted = min(self._outside, _OUTSIDE)
+        left = self._whole(total) - self._counted - reserved
+        return min(self._allowed(total) - reserved, left - graph_bytes(graphs))
+
+    def has_room(self, *, graphs: int) -> bool:
+        """Say whether so many graphs more would stay within it, by what is in use now."""
+        if self._device.type != "cuda":
+            return True
+        total = torch.cuda.mem_get_info(self._device)[1]
+        outside = self._counted + max(0, self._beside() - self._outside)
+        used = torch.cuda.memory_reserved(self._device) + outside
+        return used + graphs * _GRAPH <= self._whole(total)
+
+    def _whole(self, total: int) -> int:
+        return round(total * (1 - _MARGIN)) if self._budget == "auto" else self._budget
+
+    def _beside(self) -> int:
+        """Return what is in use on the device beside the allocator's memory."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
     def _allowed(self, total: int) -> int:
         """Return what the allocator may reserve (``set_per_process_memory_fraction``)."""
@@ -93,3 +127,8 @@ class Budget:
             "lower what the run needs: sequence length, batch, rank, block_size, or the state of "
             "the optimizer with poros.offload_optimizer()."
         )
+
+
+def graph_bytes(count: int) -> int:
+    """Return what so many graphs take outside the allocator at most."""
+    return _GRAPHS + count * _GRAPH if count else 0

@@ -74,7 +74,12 @@ class CudaCapturer:
     """Captures CUDA graphs, all in one pool; see [Note: Graphs and memory]."""
 
     def __init__(
-        self, arena: GraphArena, *, device: torch.device, lends: Callable[[], bool]
+        self,
+        arena: GraphArena,
+        *,
+        device: torch.device,
+        lends: Callable[[], bool],
+        allows: Callable[[], bool] | None = None,
     ) -> None:
         """Make a capturer whose graphs keep their temporaries in ``arena`` where they fit.
 
@@ -83,7 +88,9 @@ class CudaCapturer:
             device: the compute device.
             lends: whether the arena is lent to work that runs once. What does not fit there stays
                 in its pool for good, as memory that graphs will want.
+            allows: whether a budget has room for graphs of one more length.
         """
+        self._allows = allows
         self._held: GraphArena | None = arena
         self._device = device
         self._lends = lends
@@ -148,8 +155,10 @@ class CudaCapturer:
         return False
 
     def has_room(self) -> bool:
-        """Whether more than ``_LEFT_ALONE`` of the device is free, or idle in the allocator; see
-        ``Capturer``."""
+        """Whether more than ``_LEFT_ALONE`` of the device is free, or idle in the allocator, and
+        the budget allows it; see ``Capturer``."""
+        if self._allows is not None and not self._allows():
+            return False
         free, total = torch.cuda.mem_get_info(self._device)
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return free + idle > _LEFT_ALONE * total

@@ -14,6 +14,7 @@ finds the pieces of the step before.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,8 +35,22 @@ gradients are zeroed in place."""
 class FirstSteps:
     """Follows the first steps of a model, and gives cached memory back in them."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        optimizer_steps: Callable[[], None] | None = None,
+    ) -> None:
+        """Follow a model from its first step on.
+
+        Args:
+            model: the model.
+            device: the compute device.
+            optimizer_steps: called before an optimizer steps, until the first steps are over.
+        """
         self._device = device
+        self._optimizer_steps = optimizer_steps
         self._stepped = 0
         self._backwards = 0
         self._seen = 0
@@ -83,6 +98,12 @@ class FirstSteps:
         drop_workspaces()
         torch.cuda.empty_cache()
 
+    def optimizer(self) -> None:
+        """An optimizer is about to step."""
+        if self._backwards and self._optimizer_steps is not None:
+            self._optimizer_steps()
+        self.turn()
+
     def backward(self) -> None:
         """A backward ends."""
         self.turn()
@@ -102,4 +123,4 @@ class _Turn:
 
     def __call__(self, *args: object) -> None:
         if (first := self._first()) is not None:
-            first.turn()
+            first.optimizer()

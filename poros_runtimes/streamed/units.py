@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -29,19 +30,17 @@ from poros_runtimes.streamed.ahead import Ahead, IdleMemory
 from poros_runtimes.streamed.arena import Arena, GraphArena
 from poros_runtimes.streamed.backward_token import BackwardToken
 from poros_runtimes.streamed.boundary import graph_is_retained
-from poros_runtimes.streamed.budget import Budget, Spare
+from poros_runtimes.streamed.budget import Budget
 from poros_runtimes.streamed.capture import CudaCapturer
 from poros_runtimes.streamed.executor import EagerExecutor, Executor
 from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
+from poros_runtimes.streamed.residency import Residency
 from poros_runtimes.streamed.unit_memory import UnitMemory
 from poros_runtimes.streamed.unit_sizes import UnitSizes
 
 __all__ = ["Units"]
-
-_SIGNATURES = (4, 2, 1)
-"""Calls of different shape that a block keeps graphs for under a budget: the most that fit."""
 
 
 class Units:
@@ -62,10 +61,6 @@ class Units:
         self._head_bound = False
         self._tokens: weakref.WeakSet[BackwardToken] = weakref.WeakSet()
         self._lowest = 0
-        self._first = FirstSteps(plan.model, plan.device)
-        budget = settings.vram_budget
-        self._budget = None if budget is None else Budget(budget, plan.device)
-        self._waiting = False
         images = [store.adopt(unit.refs) for unit in plan.layers]
         head = store.adopt(plan.head.refs) if plan.head is not None else None
         for table in plan.embeddings:
@@ -88,6 +83,13 @@ class Units:
             poison=settings.poison,
         )
         self.window = self.memory.window
+        self._residency: Residency | None = None
+        budget: Budget | None = None
+        if settings.vram_budget is not None:
+            budget = Budget(settings.vram_budget, plan.device)
+            self._residency = Residency(budget, self.memory, layers=self._count)
+        steps = None if budget is None else budget.optimizer_steps
+        self._first = FirstSteps(plan.model, plan.device, optimizer_steps=steps)
         if settings.copy_ahead:
             self.window.ahead = Ahead(
                 IdleMemory(plan.device),
@@ -101,7 +103,12 @@ class Units:
         self._capturer: CudaCapturer | None = None
         if isinstance(self.memory.arena, GraphArena):
             arena, first = self.memory.arena, self._first
-            self._capturer = CudaCapturer(arena, device=plan.device, lends=first.going_on)
+            self._capturer = CudaCapturer(
+                arena,
+                device=plan.device,
+                lends=first.going_on,
+                allows=None if budget is None else partial(budget.has_room, graphs=2 * self._count),
+            )
             self.graphs = GraphExecutor(
                 self.eager,
                 plan.device,
@@ -109,8 +116,8 @@ class Units:
                 first.eager,
                 settled=lambda: not first.going_on(),
             )
-            if self._budget is not None:
-                self.graphs.keep(_SIGNATURES[0])
+            if self._residency is not None:
+                self._residency.counts(self.graphs)
         register(self)
 
     @property
@@ -165,10 +172,9 @@ class Units:
         self._make_room()
         if torch.is_grad_enabled():
             measured = self._first.forward()
-            if self._budget is not None and (measured or self._waiting):
-                self._keep_resident(self._budget)
-            elif self._budget is not None:
-                self._budget.start()
+            residency, outstanding = self._residency, self.outstanding
+            if residency and residency.forward(measured=measured, outstanding=outstanding):
+                self._capture_in(self.memory.arena)
         self.window.prefetch(self._upcoming_forward(-1))
         if not self.outstanding:
             self._lowest = self._count
@@ -291,8 +297,10 @@ class Units:
         if self.window.ahead is not None and last and not graph_is_retained():
             self.window.ahead.extend()
 
-    def _cut_ahead_short(self) -> None:
-        """Give it back before a forward: others need it."""
+    def _state_comes(self) -> None:
+        """An optimizer's state comes to the device for its step: make room."""
+        if self._residency is not None:
+            self._residency.budget.state_elsewhere()
         if self.window.ahead is not None:
             self.window.ahead.cut_short()
 
@@ -320,36 +328,6 @@ class Units:
             self._capturer.use(arena if isinstance(arena, GraphArena) else None)
 
     @torch.inference_mode(False)
-    def _keep_resident(self, budget: Budget) -> None:
-        """Give as many layers as the budget leaves room for memory of their own."""
-        self._waiting = self.outstanding
-        if self._waiting:
-            return
-        spare = self._spare(budget)
-        if spare < 0 and budget.fixed:
-            self._waiting = True  # the next forward asks again
-            raise budget.refuse(spare)
-        if self.memory.keep_resident(spare=max(0, spare)):
-            self._capture_in(self.memory.arena)
-
-    def _spare(self, budget: Budget) -> Spare:
-        """Return what a budget leaves for units, beside graphs of as many signatures as fit."""
-        own = self.window.arena.nbytes
-        if self.graphs is None:
-            return budget.spare(own=own, graphs=0, buffers=0)
-        spare = 0
-        for signatures in _SIGNATURES:
-            self.graphs.keep(signatures)
-            spare = budget.spare(
-                own=own,
-                graphs=2 * self._count * signatures,
-                buffers=self.graphs.buffer_bytes(room=own - self.memory.slot_bytes),
-            )
-            if spare >= 0:
-                break
-        return spare
-
-    @torch.inference_mode(False)
     def _move_layers(self, reason: str) -> None:
         self.memory.move_layers(reason)
         self._capture_in(self.memory.arena)
@@ -373,7 +351,7 @@ class Units:
 
     def lend(self, nbytes: int, reclaim: Callable[[], None]) -> torch.Tensor | None:
         """Lend the end of the arena; see ``Lender``."""
-        self._cut_ahead_short()
+        self._state_comes()
         start = (self.window.arena.nbytes - nbytes) // ALIGNMENT * ALIGNMENT
         if not self._idle or start < 0 or not self.window.clear(Region(start, nbytes)):
             return None
@@ -387,7 +365,7 @@ class Units:
 
     def stand_aside(self) -> None:
         """Free the arena until the next forward; see ``Lender``."""
-        self._cut_ahead_short()
+        self._state_comes()
         if not self._idle or not self.window.clear(Region(0, self.window.arena.nbytes)):
             return
         self.window.drop()
