@@ -48,6 +48,7 @@ class Way:
         share: of the layers' bytes that a budget leaves room for, beside what the run needs.
         block_size: as in ``poros.prepare``.
         offload_activations: as in ``poros.prepare``.
+        copy_ahead: as in ``poros.prepare``.
         optimizer_state: ``"device"`` or ``"host"``.
         lengths: tokens in a sequence at most, one for each signature.
     """
@@ -57,6 +58,7 @@ class Way:
     share: float = 0.0
     block_size: int = 1
     offload_activations: bool = False
+    copy_ahead: bool = False
     optimizer_state: str = "device"
     lengths: tuple[int, ...] = ()
 
@@ -102,6 +104,7 @@ def draw_ways(
                 share=0.0 if budget == "none" else draw.random(),
                 block_size=draw.choice(sizes),
                 offload_activations=draw.random() < 0.5,
+                copy_ahead=draw.random() < 0.5,
                 optimizer_state=draw.choice(("device", "host")),
                 lengths=lengths(),
             )

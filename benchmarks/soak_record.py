@@ -231,6 +231,7 @@ def row(phase: Mapping[str, Any]) -> str:
         f"block {phase['block_size']}",
         f"state on {phase['optimizer_state']}".ljust(15),
         ("activations on host" if phase["offload_activations"] else "").ljust(19),
+        ("ahead" if phase["copy_ahead"] else "").ljust(5),
         f"resident {counts['resident_units']}".ljust(11),
         f"streamed {counts['bytes_streamed'] / 1e9:.3f} GB",
         f"graphs {counts['graph_replays'] / max(1, blocks):.0%}".rjust(11),

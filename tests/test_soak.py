@@ -66,6 +66,7 @@ def test_other_draws_at_length(bench: Any, tmp_path: Path) -> None:
     ways = record["phases"]
     assert {way["budget"] for way in ways} == {"none", "auto", "bytes"}
     assert len({way["block_size"] for way in ways}) > 1
+    assert {way["copy_ahead"] for way in ways} == {True, False}
     assert len({way["streamed"]["resident_units"] for way in ways}) > 1
 
 
