@@ -3,8 +3,9 @@
 Two arms see the same batches and random-number states: an ordinary Transformers and PEFT model that
 Poros never touched, and one that streams. Every few steps the streamed arm is unprepared and
 prepared another way (vram_budget, block_size, activations, copies ahead, optimizer state); every
-now and then both fail at a random moment and go on. After each step loss, gradient norms, optimizer state and
-adapter weights must be equal bit for bit, and after each phase no more memory may be in use.
+now and then both fail at a random moment and go on. After each step loss, gradient norms, optimizer
+state and adapter weights must be equal bit for bit, and after each phase no more memory may be in
+use.
 
     python benchmarks/soak.py --shape 0.5b --steps 500 --json benchmarks/records/soak-0.5b.json
     python benchmarks/soak.py --shape tiny --steps 60 --phase 6 --exception-every 7 --plant-fault
