@@ -22,11 +22,12 @@ from poros_core.gate.compare import SURFACES, Comparison, StepView
 from poros_core.gate.data import make_batches, read_records
 from poros_core.gate.evidence import Evidence
 from poros_core.gate.fault import PlantedFault
+from poros_core.gate.html_report import html_report
 from poros_core.gate.meter import Meter
 from poros_core.gate.options import Subject, subject_of
 from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.record import GateResult
-from poros_core.gate.run import run_gate
+from poros_core.gate.run import GateFiles, run_gate
 from poros_core.gate.tensor_file import read_tensors, write_tensors
 from poros_core.settings import Settings
 
@@ -72,6 +73,19 @@ def test_streamed_equals_resident(exact: GateResult) -> None:
         assert surface == {"exact": True, "max_abs_difference": 0.0, "first_divergence": None}
     assert record["control_exact"] is True
     assert record["steps_compared"] == 3
+
+
+@pytest.mark.parametrize("plant_fault", [False, True])
+def test_without_a_control(plant_fault: bool, tmp_path: Path) -> None:
+    found = run_gate(options(control=False, plant_fault=plant_fault))
+    record = found.record
+    assert found.verdict == ("diverged" if plant_fault else "exact")
+    assert record["arms"].keys() == {"resident", "streamed"}
+    assert (record["control"], record["control_exact"]) == (None, None)
+    assert ("run it again without --no-control" in record["proof"]) == plant_fault
+    assert html_report(record)
+    with pytest.raises(GateError, match="--write-fingerprints needs the control"):
+        run_gate(options(control=False), files=GateFiles(write_fingerprints=tmp_path / "f"))
 
 
 def test_the_record_is_complete(exact: GateResult) -> None:

@@ -131,6 +131,13 @@ Checkpointing = Annotated[
         rich_help_panel=_MODES,
     ),
 ]
+Control = Annotated[
+    bool,
+    typer.Option(
+        "--control/--no-control",
+        help="Step a second resident arm too, which shows whether resident runs repeat themselves.",
+    ),
+]
 ResumeAt = Annotated[
     int | None,
     typer.Option(

@@ -37,6 +37,7 @@ _WHERE_ONLY = (
         "host",
         "optimizer_state",
         "checkpointing",
+        "control",
         "resume_at",
         "plant_fault",
         "plant",

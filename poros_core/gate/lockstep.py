@@ -57,7 +57,7 @@ class Lockstep:
 
         Args:
             options: what the gate was asked to do.
-            arms: ``resident``, ``control`` and ``streamed``.
+            arms: ``resident``, ``streamed``, and ``control`` if there is one.
             progress: how far it is, and where that is kept.
             rebuild: builds a new streamed arm, for ``options.resume_at``.
             fingerprints: takes down what the resident arm shows.
@@ -99,15 +99,19 @@ class Lockstep:
 
     def _equal_at_start(self, step: int) -> bool:
         views = {name: arm.view() for name, arm in self.arms.items()}
-        return self.control.compare(
+        if "control" in views and not self.control.compare(
             views["resident"], views["control"], step=step
-        ) and self.streamed.compare(views["resident"], views["streamed"], step=step)
+        ):
+            return False
+        return self.streamed.compare(views["resident"], views["streamed"], step=step)
 
     def _step(self, micro_batches: Sequence[Batch], step: int) -> float | None:
         """Step every arm; return the loss, or None after a divergence."""
         reference = self.arms["resident"].step(micro_batches)
-        other = self.arms["control"].step(micro_batches)
-        if not self.control.compare(reference, other, step=step):
+        control = self.arms.get("control")
+        if control is not None and not self.control.compare(
+            reference, control.step(micro_batches), step=step
+        ):
             return None
         if self._fingerprints is not None:
             self._fingerprints.add(step, reference)

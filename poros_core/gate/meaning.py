@@ -21,10 +21,16 @@ def proof(record: Mapping[str, Any]) -> str:
     if verdict == "exact":
         return " ".join([_exact(record), *_limits(record)])
     if verdict == "diverged":
-        return (
+        apart = (
             "Training with this base streamed is not what training with it resident is, here: "
             "the two differ where the record says."
         )
+        if record["against"] is None and record["control"] is None:
+            apart += (
+                " Without a control it is not known whether two resident runs would be equal: run "
+                "it again without --no-control."
+            )
+        return apart
     if verdict == "not-deterministic":
         found = record["control"]["first_divergence"]
         return (

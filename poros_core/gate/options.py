@@ -103,6 +103,8 @@ class GateOptions:
         checkpointing: whether the resident arms keep no activations inside layers, as
             Transformers' gradient checkpointing does, for shapes that would not fit otherwise.
             No arm builds a cache then.
+        control: whether a second resident arm runs beside the first. Without it twice as large a
+            base fits, and a divergence may be the environment's own.
         resume_at: after this step the streamed arm is saved, thrown away, built anew and goes on;
             the resident arms are not interrupted.
         layers: train only so many leading layers; ``"fit"`` means as many as the device holds
@@ -138,6 +140,7 @@ class GateOptions:
         default="each", validator=_one_of("each", "joint", "block-major")
     )
     checkpointing: bool = False
+    control: bool = True
     resume_at: int | None = field(default=None, validator=_resume_at)
     layers: int | str | None = field(default=None, validator=_layers)
     seed: int = field(default=0, validator=_at_least(0))

@@ -94,7 +94,8 @@ def run_gate(
     """Train a resident and a streamed model in lockstep, and compare them bit for bit.
 
     A second resident model, built independently, is the control: if it differs from the first, the
-    environment is not deterministic and nothing is said of streaming.
+    environment is not deterministic and nothing is said of streaming. ``options.control`` can leave
+    it out.
 
     Args:
         options: what to do.
@@ -149,6 +150,11 @@ class _Gate:
         self.watch = watch
         self.until = until
         self.subject = subject_of(options)
+        if files.write_fingerprints is not None and not options.control:
+            raise GateError(
+                "--write-fingerprints needs the control, which shows that a resident run repeats "
+                "itself: leave --no-control out."
+            )
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
     def run(self) -> GateResult:
@@ -172,13 +178,16 @@ class _Gate:
     def _lockstep(self, workshop: Workshop, batches: Iterator[Batch]) -> GateResult:
         self.watch.phase("loading the resident arm")
         resident = workshop.resident("resident")
-        self.watch.phase("loading the control")
-        control = workshop.resident("control")
+        built = [resident]
+        if self.options.control:
+            self.watch.phase("loading the control")
+            built.append(workshop.resident("control"))
         self.watch.phase("loading the streamed arm")
         streamed, fault = workshop.streamed()
-        arms = {arm.name: arm for arm in (resident, streamed, control)}
+        built.insert(1, streamed)
+        arms = {arm.name: arm for arm in built}
         self.watch.arms_ready(arms)
-        del streamed
+        del streamed, built
         stack, asked = stack_of(self.device), settings_of(self.options)
         progress = Progress(
             path=self.files.state, identity={"asked": asked, "stack": stack}, until=self.until
@@ -199,7 +208,7 @@ class _Gate:
                 options=self.options,
                 subject=self.subject,
                 arms=arms,
-                control=lockstep.control,
+                control=lockstep.control if self.options.control else None,
                 streamed=lockstep.streamed,
                 evidence=evidence_of(arms["streamed"], progress.counters, options=self.options),
                 fault=fault,
