@@ -221,6 +221,8 @@ def _run(record: Record) -> str:
         parts.append(f"resumed after step {settings['resumed_at']}")
     if settings.get("resident_checkpointing"):
         parts.append("resident with checkpointing")
+    if record.get("control", ...) is None and record.get("against") is None:
+        parts.append("no control")
     if settings.get("weights") == "rolled":
         parts.append("layers' weights rolled copies")
     if record.get("data") is not None:

@@ -23,6 +23,7 @@ from poros_core.gate.data import make_batches, read_records
 from poros_core.gate.evidence import Evidence
 from poros_core.gate.fault import PlantedFault
 from poros_core.gate.html_report import html_report
+from poros_core.gate.meaning import proof
 from poros_core.gate.meter import Meter
 from poros_core.gate.options import Subject, subject_of
 from poros_core.gate.random_checkpoint import write_random_checkpoint
@@ -82,7 +83,9 @@ def test_without_a_control(plant_fault: bool, tmp_path: Path) -> None:
     assert found.verdict == ("diverged" if plant_fault else "exact")
     assert record["arms"].keys() == {"resident", "streamed"}
     assert (record["control"], record["control_exact"]) == (None, None)
-    assert ("run it again without --no-control" in record["proof"]) == plant_fault
+    assert "--no-control" not in record["proof"], "a planted fault needs no control"
+    apart = proof({**record, "verdict": "diverged", "planted_fault": None})
+    assert apart.endswith("run it again without --no-control.")
     assert html_report(record)
     with pytest.raises(GateError, match="--write-fingerprints needs the control"):
         run_gate(options(control=False), files=GateFiles(write_fingerprints=tmp_path / "f"))

@@ -37,6 +37,7 @@ from poros_families.qwen3_5 import QWEN3_5
 from poros_runtimes.streamed.arena import GraphArena, PlainArena
 from poros_runtimes.streamed.buffers import Buffer, Pages, copied, span_of
 from poros_runtimes.streamed.capture import CudaCapturer, LostGraphs
+from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import SIGNATURES
 from poros_runtimes.streamed.pools import Pool, drawing
 from poros_runtimes.streamed.residency import Residency
@@ -597,12 +598,13 @@ def test_a_budget_counts_as_many_graphs_as_are_kept(room: int, kept: int) -> Non
     model = make()
     units = handle_of(model).units
     budget = Counting(room)
-    units._residency = Residency(budget, units.memory, layers=4)  # type: ignore[arg-type]
+    units._residency = Residency(budget, units.memory, blocks=4)  # type: ignore[arg-type]
     units._residency.counts(units.graphs)
-    params = [p for p in model.parameters() if p.requires_grad]
+    units._first = FirstSteps(units._plan.model, CPU, optimizer_steps=lambda: None)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     plain(model, 0, CPU)
-    for param in params:
-        param.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
     if not kept:
         with pytest.raises(poros.StateError, match="refused -1"):
             plain(model, 1, CPU)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,23 @@ def test_a_row_that_ran_alone_keeps_its_times(tmp_path: Path) -> None:
     assert "beside" not in record
 
 
+def test_a_row_that_time_cut_short_beside_others_has_no_times_later(tmp_path: Path) -> None:
+    class CutShort(Together):
+        def __call__(self, *args: Any, **more: Any) -> Record:
+            return {**super().__call__(*args, **more), "verdict": "unfinished"}
+
+    rows = [row(name, settings={"seed": seed}) for seed, name in enumerate("ab", start=1)]
+    first, again = (
+        run_matrix(rows, run=runner, observer=Watch(), cuda=False, folder=tmp_path, jobs=jobs)
+        for runner, jobs in ((CutShort(2), 2), (Together(1), 1))
+    )
+    assert [o.status for o in (*first, *again)] == ["pending", "pending", "exact", "exact"]
+    for name in "ab":
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (record["beside"], record["arms"]["streamed"]["step_seconds"]) == (1, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
+
+
 def test_a_row_that_breaks_off_lets_no_other_begin() -> None:
     class Breaks(Runner):
         def __call__(self, options: GateOptions, **more: Any) -> Record:
@@ -396,18 +414,19 @@ def test_minutes_need_a_folder(gate_cli: Callable[..., tuple[int, str, str]]) ->
     assert (code, "needs --json-dir DIR" in err) == (2, True)
 
 
-def test_a_child_gets_the_row_s_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_child_gets_the_row_s_flags(tmp_path: Path) -> None:
     options = row("a", settings={"steps": 9}).options()
     commands: list[list[str]] = []
 
-    def child(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        target = Path(command[command.index("--json") + 1])
-        target.write_text(json.dumps({"verdict": "exact"}))
-        return subprocess.CompletedProcess(command, 0, "", "")
+    class Noting(gate_matrix.Children):
+        def completed(self, command: Sequence[str]) -> tuple[int, str]:
+            commands.append(list(command))
+            target = Path(command[command.index("--json") + 1])
+            target.write_text(json.dumps({"verdict": "exact"}))
+            return 0, ""
 
-    monkeypatch.setattr(gate_matrix.subprocess, "run", child)
-    record = gate_matrix.in_a_child(options, state=tmp_path / "s", minutes=2.5)
+    children = Noting(shown=True)
+    record = gate_matrix.in_a_child(options, state=tmp_path / "s", minutes=2.5, children=children)
     assert record == {"verdict": "exact"}
     (command,) = commands
     assert command[3:10] == ["gate", "--family", "qwen2", "--shape", "tiny", "--steps", "9"]
@@ -422,13 +441,38 @@ def test_a_child_gets_the_row_s_flags(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (70, "Traceback ...\nBoom: x\n", "ended with status 70: Boom: x"),
     ],
 )
-def test_a_child_that_fails_is_named(
-    status: int, stderr: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = subprocess.CompletedProcess([], status, "", stderr)
-    monkeypatch.setattr(gate_matrix.subprocess, "run", lambda *_, **__: done)
+def test_a_child_that_fails_is_named(status: int, stderr: str, message: str) -> None:
+    class Failing(gate_matrix.Children):
+        def completed(self, command: Sequence[str]) -> tuple[int, str]:
+            return status, stderr
+
+    options = row("a").options()
     with pytest.raises(GateError, match=message):
-        gate_matrix.in_a_child(row("a").options(), state=None, minutes=None)
+        gate_matrix.in_a_child(options, state=None, minutes=None, children=Failing(shown=False))
+
+
+def test_children_are_ended_when_one_row_breaks_off() -> None:
+    """An interrupt that only this process gets."""
+    children = gate_matrix.Children(shown=False)
+    began = time.monotonic()
+
+    def run_one(options: GateOptions, **_: object) -> Record:
+        if options.seed == 0:
+            while not children._running:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        children.completed([sys.executable, "-c", "import time; time.sleep(60)"])
+        raise GateError("it was ended")
+
+    rows = [row(f"row {seed}", settings={"seed": seed}) for seed in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        run_matrix(rows, run=run_one, observer=Watch(), cuda=False, jobs=2, stop=children.stop)
+    assert time.monotonic() - began < 30
+    with pytest.raises(GateError, match="broken off"):
+        children.completed([sys.executable, "-c", ""])
+    children = gate_matrix.Children(shown=False)
+    said = children.completed([sys.executable, "-c", "import sys; sys.exit('no')"])
+    assert said == (1, "no\n")
 
 
 # a gate that goes on where it stopped
@@ -487,10 +531,17 @@ def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "state"
-    one = attrs.evolve(LONG, steps=2)
+    one = attrs.evolve(LONG, steps=4)
     run_gate(one, files=GateFiles(state=file, minutes=1e-9))
     with pytest.raises(GateError, match="saved state of a gate with other settings"):
         run_gate(attrs.evolve(one, seed=1), files=GateFiles(state=file))
+    state = torch.load(file, weights_only=True)
+    del state["identity"]["asked"]["control"]  # from before there was such a setting
+    torch.save(state, file)
+    keep = Keep()
+    run_gate(one, observer=keep, files=GateFiles(state=file, minutes=1e-9))
+    assert any("going on after step" in phase for phase in keep.phases)
+    run_gate(one, files=GateFiles(state=file, minutes=1e-9))
     monkeypatch.setenv("POROS_COMMIT", "another")
     keep = Keep()
     run_gate(one, observer=keep, files=GateFiles(state=file))

@@ -1,4 +1,4 @@
-"""``poros gate --matrix``: many gates, one after the other."""
+"""``poros gate --matrix``: many gates, one after the other or several at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from poros_core.gate.matrix import Row, read_matrix
 from poros_core.gate.matrix_run import Outcome, exit_status, run_matrix
 from poros_core.gate.options import GateOptions
 
-__all__ = ["gate_matrix", "in_a_child", "in_this_process"]
+__all__ = ["Children", "gate_matrix", "in_a_child", "in_this_process"]
 
 _COLOURS = {
     "exact": "green",
@@ -66,7 +67,8 @@ def gate_matrix(
 
         cuda = torch.cuda.is_available()
         # a row may ask for other kernels, or exhaust the device: on CUDA each has its own process
-        child = partial(in_a_child, shown=jobs == 1)
+        children = Children(shown=jobs == 1)
+        child = partial(in_a_child, children=children)
         outcomes = run_matrix(
             chosen,
             run=child if cuda or jobs > 1 else in_this_process,
@@ -76,6 +78,7 @@ def gate_matrix(
             data=data,
             minutes=minutes,
             jobs=jobs,
+            stop=children.stop,
         )
     if json_file is not None:
         json_file.write_text(json.dumps(_summary(outcomes), indent=2) + "\n", encoding="utf-8")
@@ -92,11 +95,55 @@ def in_this_process(
     return run_gate(options, files=GateFiles(state=state, minutes=minutes)).record
 
 
+class Children:
+    """Processes that run, and can be ended from another thread."""
+
+    def __init__(self, *, shown: bool) -> None:
+        """Start none yet.
+
+        Args:
+            shown: let them say how far they are.
+        """
+        self._shown = shown
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def completed(self, command: Sequence[str]) -> tuple[int, str]:
+        """Run a command; return its exit status and what it said as errors."""
+        with self._lock:
+            if self._stopped:
+                raise GateError("the matrix was broken off")
+            process = subprocess.Popen(
+                command,
+                stdout=sys.stderr if self._shown else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            self._running.add(process)
+        try:
+            _, errors = process.communicate()
+            return process.returncode, errors
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def stop(self) -> None:
+        """End all, and start no other."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.terminate()
+
+
 def in_a_child(
-    options: GateOptions, *, state: Path | None, minutes: float | None, shown: bool = True
+    options: GateOptions, *, state: Path | None, minutes: float | None, children: Children
 ) -> Mapping[str, Any]:
-    """Run a gate in a process of its own, and let it be ``shown`` how far it is; see
-    ``RowRunner``."""
+    """Run a gate in a process of its own; see ``RowRunner``."""
     with tempfile.TemporaryDirectory(prefix="poros-gate-") as scratch:
         record = Path(scratch) / "record.json"
         flags = ["gate", *flags_of(options), "--json", str(record)]
@@ -104,21 +151,15 @@ def in_a_child(
             flags += ["--state", str(state)]
         if minutes is not None:
             flags += ["--minutes", str(minutes)]
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD, *flags],
-            stdout=sys.stderr if shown else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        status, errors = children.completed([sys.executable, "-c", _CHILD, *flags])
         if record.exists():
             found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
             return found
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        last = errors.strip().splitlines()[-1:] or ["it said nothing"]
         said = last[0].removeprefix("Error: ")
-        if done.returncode == _BAD_INPUT:
+        if status == _BAD_INPUT:
             raise GateError(said)
-        raise GateError(f"the gate's process ended with status {done.returncode}: {said}")
+        raise GateError(f"the gate's process ended with status {status}: {said}")
 
 
 class _Display:

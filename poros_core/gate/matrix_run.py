@@ -95,6 +95,7 @@ def run_matrix(
     data: Path | None = None,
     minutes: float | None = None,
     jobs: int = 1,
+    stop: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
     """Run what has not run yet, as far as the time goes.
 
@@ -110,6 +111,7 @@ def run_matrix(
         minutes: how long all of it may take; None means no limit.
         jobs: rows that run at once; more than one takes a ``run`` that several threads may call.
             See [Note: Rows beside each other].
+        stop: ends what ``run`` is doing in other threads, when one of them broke off.
 
     Returns:
         What each row came to, in their order.
@@ -136,8 +138,12 @@ def run_matrix(
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="poros-row")
     try:
         return list(pool.map(outcome_of, rows))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C no other row begins
+        stop()
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C no other row begins
+        pool.shutdown()
 
 
 class _Crowd:
@@ -231,11 +237,11 @@ class _RowRun:
         except PorosError as error:
             return Outcome(row=self._row, status="refused", detail=str(error))
         verdict = record["verdict"]
+        beside = self._most_beside(ended=verdict != "unfinished")
         if verdict == "unfinished":
             compared, steps = record["steps_compared"], record["steps"]
             detail = f"{compared} of {steps} steps were equal so far"
             return Outcome(row=self._row, status="pending", detail=detail)
-        beside = self._beside()
         if beside:
             record = {**_without_times(record), "beside": beside}
         record = {**record, "row": attrs.asdict(self._row)}
@@ -243,6 +249,24 @@ class _RowRun:
             path = self._folder / f"{self._row.name}.json"
             path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         return Outcome(row=self._row, status=verdict, detail=_detail(record), record=record)
+
+    def _most_beside(self, *, ended: bool) -> int:
+        """Return how many rows there were beside this one, also in runs of it that time cut short.
+
+        Args:
+            ended: whether it need not be remembered.
+        """
+        found = self._beside()
+        if self._folder is None:
+            return found
+        kept = self._folder / f"{self._row.name}.beside"
+        if kept.exists():
+            found = max(found, int(kept.read_text(encoding="utf-8")))
+        if ended:
+            kept.unlink(missing_ok=True)
+        elif found:
+            kept.write_text(str(found), encoding="utf-8")
+        return found
 
     def _gate(self, options: GateOptions, *, part: str = "") -> Mapping[str, Any]:
         state, minutes = None, None

@@ -25,7 +25,8 @@ def proof(record: Mapping[str, Any]) -> str:
             "Training with this base streamed is not what training with it resident is, here: "
             "the two differ where the record says."
         )
-        if record["against"] is None and record["control"] is None:
+        alone = record["against"] is None and record["control"] is None
+        if alone and record["planted_fault"] is None:
             apart += (
                 " Without a control it is not known whether two resident runs would be equal: run "
                 "it again without --no-control."

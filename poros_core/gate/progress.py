@@ -23,6 +23,7 @@ from attrs import define, field
 
 from poros_core.errors import GateError
 from poros_core.gate.arms import Arm
+from poros_core.gate.flags import same_settings
 
 __all__ = ["Progress"]
 
@@ -72,12 +73,13 @@ class Progress:
         if self.path is None or not self.path.exists():
             return None
         state = _read(self.path)
-        if state["identity"]["asked"] != _plain(self.identity["asked"]):
+        asked = _plain(self.identity["asked"])
+        if not same_settings(state["identity"]["asked"], asked):
             raise GateError(
                 f"'{self.path}' is the saved state of a gate with other settings. Name another "
                 "file, or remove it."
             )
-        if state["identity"] != _plain(self.identity):
+        if state["identity"]["stack"] != _plain(self.identity["stack"]):
             return "the saved state is from another stack or commit: starting from the first step"
         for name, arm in arms.items():
             arm.load_state(state["arm"])

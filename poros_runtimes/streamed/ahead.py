@@ -9,10 +9,11 @@ be needed next, as they arrive on a stream of their own, and a unit that gets it
 there from the device. Nothing else changes: a unit's address is that of its slot, and one that is
 not ahead comes from the host as ever.
 
-Memory is only taken if the allocator has it already: the peak is at the loss, and by then all of it
-has been given back, behind a wait of the compute stream for the copies. How much that is depends on
-the length, and is looked up anew whenever the allocator holds more or less than before. If the
-allocator has to reserve more because of it all the same, less is borrowed from then on.
+Memory is only taken if the allocator has it already, and could reserve as much again: the peak is
+at the loss, and by then all of it has been given back, behind a wait of the compute stream for the
+copies. How much that is depends on the length, and is looked up anew whenever the allocator holds
+more or less than before. If the allocator has to reserve more because of it all the same, less is
+borrowed from then on.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ class IdleMemory:
             self._most[after, tokens] = int(share * self._fitting(segments, nbytes))
         # a longer forward may come before it is given back, and has less to spare
         most = min(fit for (when, n), fit in self._most.items() if when == after and n >= tokens)
+        most = min(most, self._cap - self._lent, self._room(reserved) // nbytes - self._lent)
         borrowed: list[torch.Tensor] = []
-        for _ in range(min(self._cap - self._lent, most)):
+        for _ in range(most):
             with not_filled():
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             if torch.cuda.memory_reserved(self._device) > reserved:
@@ -118,6 +120,13 @@ class IdleMemory:
         self._most.clear()
         _log.info("copies_ahead_reduced", units=self._cap)
         torch.cuda.empty_cache()
+
+    def _room(self, reserved: int) -> int:
+        """Return what the allocator may still reserve, should others want what is lent."""
+        cuda: Any = torch.cuda
+        free, total = cuda.mem_get_info(self._device)
+        allowed = int(cuda.get_per_process_memory_fraction(self._device) * total)
+        return min(int(free), allowed - reserved)
 
     def _segments(self) -> list[dict[str, Any]]:
         """Return what the allocator has reserved for large tensors that are not a graph's."""
@@ -178,7 +187,8 @@ class Ahead:
         self._nbytes = nbytes
         self._poison = poison
         self._length = self._longest = 0
-        self._started = self._cut_short = self._in_vain = False
+        self._started = False
+        self._behind = self._in_vain = 0
         self._berths: list[_Berth] = []
         self._drained = weakref.finalize(self, _drain, self._berths, lane)
         self._drained.atexit = False
@@ -196,7 +206,6 @@ class Ahead:
             tokens: how many it takes; 0 if that is not known, and nothing is borrowed after it.
             outstanding: whether the backward of an earlier one is still to come.
         """
-        self._in_vain, self._cut_short = self._cut_short, False
         if torch.is_grad_enabled():
             self._length = max(tokens, self._length if outstanding else 0)
         if not torch.is_grad_enabled() or tokens > self._longest:
@@ -211,9 +220,10 @@ class Ahead:
         self._started = True
 
     def extend(self) -> None:
-        """The backward is behind: borrow more, unless others needed the memory last time before a
-        forward came."""
-        if self._started and not self._in_vain:
+        """The backward is behind: borrow more, unless after as many backwards others needed the
+        memory last time."""
+        self._behind += self._started
+        if self._started and self._behind != self._in_vain:
             self._borrow(after=True)
         self._started = False
 
@@ -225,7 +235,7 @@ class Ahead:
 
     def cut_short(self) -> None:
         """Give the memory back although no forward came: others need it."""
-        self._cut_short = True
+        self._in_vain, self._behind = self._behind, 0
         self.end()
 
     def end(self) -> None:

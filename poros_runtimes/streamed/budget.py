@@ -49,7 +49,9 @@ class Budget:
         self._before: int | None = None
         self._stepping: int | None = None
         self._elsewhere = False
-        self._outside = self._counted = 0
+        self._aside = 0
+        self._outside: int | None = None
+        self._counted = self._graphs = 0
 
     @property
     def fixed(self) -> bool:
@@ -67,9 +69,14 @@ class Budget:
         if self._stepping is None and self._device.type == "cuda":
             self._stepping = torch.cuda.max_memory_allocated(self._device)
 
-    def state_elsewhere(self) -> None:
-        """An optimizer's state takes memory only while it steps."""
+    def state_elsewhere(self, *, aside: int = 0) -> None:
+        """An optimizer's state takes memory only while it steps.
+
+        Args:
+            aside: bytes that were free while it came into being, and will not be later.
+        """
         self._elsewhere = True
+        self._aside = max(self._aside, aside)
 
     def spare(self, *, own: int, graphs: int, buffers: int) -> Spare:
         """Return the bytes that units may take.
@@ -85,25 +92,34 @@ class Budget:
         allocated = torch.cuda.memory_allocated(device)
         before = allocated if self._before is None else self._before
         highest = torch.cuda.max_memory_allocated(device)
-        until = highest if self._stepping is None or self._elsewhere else self._stepping
-        peak = max(highest, allocated + max(0, until - before))
+        until = self._stepping
+        if until is None or self._elsewhere:
+            until = max(highest, until or 0)
+        peak = max(highest + self._aside, allocated + max(0, until - before))
         reserved = round(peak * _FRAGMENTATION) + _SLACK + buffers
         total = torch.cuda.mem_get_info(device)[1]
         self._outside = self._beside()
-        self._counted = self._outside
-        if self._budget != "auto":
-            self._counted = min(self._outside, _OUTSIDE)
+        self._counted, self._graphs = self._own_part(self._outside), graphs
         left = self._whole(total) - self._counted - reserved
         return min(self._allowed(total) - reserved, left - graph_bytes(graphs))
 
     def has_room(self, *, graphs: int) -> bool:
-        """Say whether so many graphs more would stay within it, by what is in use now."""
-        if self._device.type != "cuda":
+        """Say whether so many graphs more would stay within it, by what is in use now. Where the
+        user named the bytes, what is in use beside the allocator is taken to have grown by what
+        ``spare`` counted for graphs at most: the rest is another process's."""
+        if self._device.type != "cuda" or self._outside is None:
             return True
         total = torch.cuda.mem_get_info(self._device)[1]
-        outside = self._counted + max(0, self._beside() - self._outside)
-        used = torch.cuda.memory_reserved(self._device) + outside
+        grown = max(0, self._beside() - self._outside)
+        if self._budget != "auto":
+            grown = min(grown, graph_bytes(self._graphs))
+        used = torch.cuda.memory_reserved(self._device) + self._counted + grown
         return used + graphs * _GRAPH <= self._whole(total)
+
+    def _own_part(self, outside: int) -> int:
+        """Return what of the memory in use beside the allocator's counts: with bytes that the user
+        named, no more than this process can take."""
+        return outside if self._budget == "auto" else min(outside, _OUTSIDE)
 
     def _whole(self, total: int) -> int:
         return round(total * (1 - _MARGIN)) if self._budget == "auto" else self._budget
@@ -125,7 +141,9 @@ class Budget:
             f"vram_budget is {self._budget / 1e9:.2f} GB, and this run needs "
             f"{(self._budget - spare) / 1e9:.2f} GB with nothing resident. Raise the budget, or "
             "lower what the run needs: sequence length, batch, rank, block_size, or the state of "
-            "the optimizer with poros.offload_optimizer()."
+            "the optimizer with poros.offload_optimizer(). Counted is the highest use of this "
+            "process so far: if that was something else, call "
+            "torch.cuda.reset_peak_memory_stats() before the first step."
         )
 
 

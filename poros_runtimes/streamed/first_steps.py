@@ -20,7 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from poros_core.workspaces import drop_workspaces
 from poros_runtimes.streamed.pools import Pool
@@ -47,7 +51,8 @@ class FirstSteps:
         Args:
             model: the model.
             device: the compute device.
-            optimizer_steps: called before an optimizer steps, until the first steps are over.
+            optimizer_steps: called before an optimizer of this model steps, once a backward is
+                behind; None if nobody wants to know how a whole step went.
         """
         self._device = device
         self._optimizer_steps = optimizer_steps
@@ -55,32 +60,39 @@ class FirstSteps:
         self._backwards = 0
         self._seen = 0
         self._over = device.type != "cuda"
+        self._optimized = False
+        self._measured = optimizer_steps is None
         self._pool: Pool | None = None
-        trained = (param for param in model.parameters() if param.requires_grad)
-        self._param = weakref.ref(next(trained, nn.Parameter(torch.empty(0))))
-        self._hook: Any = None
-        if not self._over:
-            self._hook = register_optimizer_step_pre_hook(_Turn(self))
-            weakref.finalize(self, self._hook.remove).atexit = False
+        trained = [param for param in model.parameters() if param.requires_grad]
+        self._trained = frozenset(map(id, trained))
+        self._param = weakref.ref(trained[0] if trained else nn.Parameter(torch.empty(0)))
+        self._hooks: list[Any] = []
+        if not (self._over and self._measured):
+            self._hooks.append(register_optimizer_step_pre_hook(_Turn(self, "before_optimizer")))
+            self._hooks.append(register_optimizer_step_post_hook(_Turn(self, "after_optimizer")))
+            weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def going_on(self) -> bool:
         """Whether this is still one of the first steps."""
         return not self._over
 
     def forward(self) -> bool:
-        """A forward with gradients starts. Returns True once: when it is the first that comes
-        after an optimizer step."""
-        before = self._stepped
+        """A forward with gradients starts. Returns True once: when it is the first that comes after
+        a whole step, optimizer and all. Where gradients go but no optimizer of torch's steps,
+        ``MOST`` of them must have gone: one that steps later would not have been seen."""
         param = self._param()
         if self._backwards > self._seen and (param is None or param.grad is None):
             self._stepped += 1  # gradients were there and are gone
-        if self._backwards >= MOST:
-            self._stepped = max(1, self._stepped)
         self._seen = self._backwards
         self.turn()
         if self._stepped >= 2 or self._backwards >= MOST:
-            self._end()
-        return before == 0 and self._stepped > 0
+            self._over = True
+        whole = self._backwards > 0 and (self._optimized or self._stepped >= MOST)
+        reports = whole and not self._measured
+        self._measured = self._measured or whole
+        if self._over and self._measured:
+            _remove(self._hooks)
+        return reports
 
     def eager(self) -> AbstractContextManager[None]:
         """Return a context for a block that runs eagerly."""
@@ -98,29 +110,40 @@ class FirstSteps:
         drop_workspaces()
         torch.cuda.empty_cache()
 
-    def optimizer(self) -> None:
+    def before_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        if self._backwards and self._optimizer_steps is not None:
+        if self._optimizer_steps is not None and self._backwards and self._owns(optimizer):
             self._optimizer_steps()
         self.turn()
+
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        self._optimized = self._optimized or self._owns(optimizer)
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer trains something of this model."""
+        groups = optimizer.param_groups
+        return any(id(param) in self._trained for group in groups for param in group["params"])
 
     def backward(self) -> None:
         """A backward ends."""
         self.turn()
         self._backwards += 1
 
-    def _end(self) -> None:
-        self._over = True
-        if self._hook is not None:
-            self._hook.remove()
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 class _Turn:
-    """Tells the first steps that an optimizer is about to step, and does not keep them alive."""
+    """Tells the first steps of an optimizer's step, and does not keep them alive."""
 
-    def __init__(self, first: FirstSteps) -> None:
+    def __init__(self, first: FirstSteps, what: str) -> None:
         self._first = weakref.ref(first)
+        self._what = what
 
-    def __call__(self, *args: object) -> None:
+    def __call__(self, optimizer: Optimizer, *args: object) -> None:
         if (first := self._first()) is not None:
-            first.optimizer()
+            getattr(first, self._what)(optimizer)

@@ -313,7 +313,7 @@ class GraphExecutor:
             sum(entry.graph is not None for entry in seen.values()) for seen in self._seen.values()
         )
         if 0 < kept < self._signatures and not self._capturer.has_room():
-            reason = f"device memory is nearly used up, so no more than {kept} lengths are kept"
+            reason = f"neither device nor budget has room for graphs of more than {kept} lengths"
             self._say_once("graphs_limited", block=block.name, reason=reason)
             self.keep(kept)
 

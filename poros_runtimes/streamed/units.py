@@ -42,6 +42,10 @@ from poros_runtimes.streamed.unit_sizes import UnitSizes
 
 __all__ = ["Units"]
 
+_STATE = 2
+"""Tensors that an optimizer keeps for each parameter, as Adam does. State that is larger than the
+arena lies beside it in every step but the first, when it came while the arena stood aside."""
+
 
 class Units:
     """The units of one model, and the executor whose graphs are tied to their addresses.
@@ -65,7 +69,8 @@ class Units:
         head = store.adopt(plan.head.refs) if plan.head is not None else None
         for table in plan.embeddings:
             store.adopt(table.refs)
-        size = max(len(group) for group in plan.blocks(settings.block_size))
+        groups = plan.blocks(settings.block_size)
+        size, blocks = max(map(len, groups)), len(groups)
         lane = make_lane(plan.device)
         self.activations: HostActivations | None = None
         if settings.offload_activations:
@@ -87,7 +92,7 @@ class Units:
         budget: Budget | None = None
         if settings.vram_budget is not None:
             budget = Budget(settings.vram_budget, plan.device)
-            self._residency = Residency(budget, self.memory, layers=self._count)
+            self._residency = Residency(budget, self.memory, blocks=blocks)
         steps = None if budget is None else budget.optimizer_steps
         self._first = FirstSteps(plan.model, plan.device, optimizer_steps=steps)
         if settings.copy_ahead:
@@ -107,7 +112,7 @@ class Units:
                 arena,
                 device=plan.device,
                 lends=first.going_on,
-                allows=None if budget is None else partial(budget.has_room, graphs=2 * self._count),
+                allows=None if budget is None else partial(budget.has_room, graphs=2 * blocks),
             )
             self.graphs = GraphExecutor(
                 self.eager,
@@ -292,10 +297,12 @@ class Units:
             self.window.ahead.end()
 
     def _extend_ahead(self) -> None:
-        """Let more units wait, if the backward that ends is the last one to come."""
+        """Let more units wait, if the backward that ends is the last one to come. Not under a
+        budget: an optimizer that finds too little would have more reserved."""
+        ahead = self.window.ahead if self._residency is None else None
         last = sum(token.outstanding for token in self._tokens) <= 1
-        if self.window.ahead is not None and last and not graph_is_retained():
-            self.window.ahead.extend()
+        if ahead is not None and last and not graph_is_retained():
+            ahead.extend()
 
     def _state_comes(self) -> None:
         """An optimizer's state comes to the device for its step: make room."""
@@ -368,6 +375,9 @@ class Units:
         self._state_comes()
         if not self._idle or not self.window.clear(Region(0, self.window.arena.nbytes)):
             return
+        trained = sum(p.nbytes for p in self._plan.model.parameters() if p.requires_grad)
+        if self._residency is not None and _STATE * trained > self.window.arena.nbytes:
+            self._residency.budget.state_elsewhere(aside=self.window.arena.nbytes)
         self.window.drop()
         self._capture_in(None)
         self.memory.arena = None

@@ -11,6 +11,7 @@ import torch
 import poros
 from poros_core.prepare import prepared_of
 from poros_runtimes.streamed.budget import Budget
+from poros_runtimes.streamed.first_steps import FirstSteps
 from semantics.arms import LAYERS, NF4, Arm, batches, compare, play
 
 
@@ -206,10 +207,38 @@ def test_a_peak_that_was_seen_is_never_taken_for_less(device: dict[str, int]) ->
     assert left == (20 << 30) - 1_500_000_000 - round(1.06 * (9 << 30)) - (64 << 20)
 
 
+def test_state_that_had_the_arenas_room_while_it_came_lies_beside_it_later(
+    device: dict[str, int],
+) -> None:
+    found = []
+    for aside in (0, 1 << 30):
+        budget = Budget(40 << 30, CUDA)
+        device |= {"memory_allocated": 1 << 30, "max_memory_allocated": 2 << 30}
+        budget.start()
+        device["max_memory_allocated"] = 9 << 30  # the optimizer's step, the arena aside
+        budget.state_elsewhere(aside=aside)
+        found.append(budget.spare(own=0, graphs=0, buffers=0))
+    assert found[0] - found[1] == round(1.06 * (10 << 30)) - round(1.06 * (9 << 30))
+
+
+def test_peaks_that_are_reset_after_a_step_are_not_forgotten(device: dict[str, int]) -> None:
+    """With the state on the host too, where all of the first step's rise counts."""
+    budget = Budget(40 << 30, CUDA)
+    device |= {"memory_allocated": 1 << 30, "max_memory_allocated": 1 << 30}
+    budget.start()
+    device["max_memory_allocated"] = 9 << 30
+    budget.optimizer_steps()
+    budget.state_elsewhere()
+    device["max_memory_allocated"] = 1 << 30
+    left = budget.spare(own=0, graphs=0, buffers=0)
+    assert left == (40 << 30) - 1_500_000_000 - round(1.06 * (9 << 30)) - (64 << 20)
+
+
 def test_graphs_of_another_length_must_stay_within_the_budget(device: dict[str, int]) -> None:
     budget = Budget(10 << 30, CUDA)
+    assert budget.has_room(graphs=128), "nothing is known yet"
     device |= {"memory_reserved": 4 << 30, "free": 75 << 30}  # 1 GiB beside the allocator
-    budget.spare(own=0, graphs=0, buffers=0)
+    budget.spare(own=0, graphs=2048, buffers=0)
     device |= {"memory_reserved": 8 << 30, "free": 71 << 30}
     assert budget.has_room(graphs=128)
     device["free"] -= (1 << 30) - 128 * 750_000
@@ -218,16 +247,14 @@ def test_graphs_of_another_length_must_stay_within_the_budget(device: dict[str, 
     assert not budget.has_room(graphs=128)
 
 
-def test_what_another_process_takes_later_is_counted_and_before_is_not(
-    device: dict[str, int],
-) -> None:
+def test_what_another_process_takes_is_not_this_ones(device: dict[str, int]) -> None:
     budget = Budget(10 << 30, CUDA)
     device |= {"memory_reserved": 4 << 30, "free": 26 << 30}  # 50 GiB beside, most of it others'
-    budget.spare(own=0, graphs=0, buffers=0)
-    device["memory_reserved"], device["free"] = 8 << 30, 22 << 30
-    assert budget.has_room(graphs=1)
-    device["free"] -= 1 << 30
-    assert not budget.has_room(graphs=1)
+    budget.spare(own=0, graphs=512, buffers=0)
+    device["free"] = 0
+    assert budget.has_room(graphs=128), "it may be graphs' as far as they were counted"
+    device["memory_reserved"] = (10 << 30) - 1_500_000_000 - 504_000_000
+    assert not budget.has_room(graphs=128)
 
 
 def test_auto_keeps_nothing_on_a_cpu() -> None:
@@ -238,3 +265,74 @@ def test_auto_keeps_nothing_on_a_cpu() -> None:
 
     resident = play(script, NF4, streamed=False, late=False)
     compare(resident.notes, play(script, NF4, streamed=True, late=False, vram_budget="auto").notes)
+
+
+def whole_steps(first: FirstSteps, *, backwards: int, gone: bool = True) -> list[bool]:
+    """Return what each forward of a step says, with so many micro-batches and no optimizer."""
+    found = []
+    param = first._param()
+    for _ in range(backwards):
+        found.append(first.forward())
+        first.backward()
+        if param is not None:
+            param.grad = torch.ones_like(param)
+    if gone and param is not None:
+        param.grad = None
+    return found
+
+
+def follow(noted: list[str] | None = None) -> tuple[torch.nn.Linear, FirstSteps]:
+    model = torch.nn.Linear(2, 2)
+    steps = None if noted is None else lambda: noted.append("steps")
+    return model, FirstSteps(model, CPU, optimizer_steps=steps)
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_step_is_whole_when_an_optimizer_of_this_model_has_stepped() -> None:
+    noted: list[str] = []
+    model, first = follow(noted)
+    other = torch.nn.Linear(2, 2)
+    own, foreign = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    foreign.step()
+    own.step()
+    assert not noted, "no backward is behind"
+    first._optimized = False
+    assert not any(whole_steps(first, backwards=20, gone=False)), "many micro-batches"
+    foreign.step()
+    assert not noted
+    assert not any(whole_steps(first, backwards=1)), "a scaler left the first step out"
+    assert not any(whole_steps(first, backwards=1, gone=False))
+    own.step()
+    assert noted == ["steps"]
+    assert whole_steps(first, backwards=3) == [True, False, False]
+    assert not first._hooks
+
+
+def test_a_closure_is_part_of_its_step() -> None:
+    model, first = follow([])
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    said: list[bool] = []
+
+    def closure() -> torch.Tensor:
+        said.append(first.forward())
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        first.backward()
+        return loss.detach()
+
+    optimizer.step(closure)
+    assert len(said) > 1
+    assert not any(said)
+    assert first.forward()
+
+
+def test_without_an_optimizer_of_torch_gradients_must_go_often() -> None:
+    _, first = follow([])
+    assert [said for _ in range(20) for said in whole_steps(first, backwards=2)].index(True) == 32
+
+
+def test_nobody_who_wants_to_know_no_hook() -> None:
+    assert not follow(None)[1]._hooks

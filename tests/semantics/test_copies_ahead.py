@@ -502,6 +502,24 @@ def test_what_is_idle_is_looked_up_for_each_length_and_when_more_is_reserved(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_could_not_be_reserved_again_is_not_lent(idle: torch.device) -> None:
+    """An optimizer that finds too little must be able to have more."""
+    total = torch.cuda.mem_get_info(idle)[1]
+    reserved = torch.cuda.memory_reserved(idle)
+    try:
+        for spare, count in ((0, 0), (3 * SIZE, 3)):
+            torch.cuda.set_per_process_memory_fraction((reserved + spare + SIZE // 2) / total)
+            memory = IdleMemory(idle)
+            borrowed = memory.borrow(SIZE, tokens=1)
+            assert len(borrowed) == count
+            assert not memory.borrow(SIZE, tokens=1, after=True)
+            del borrowed
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_is_borrowed_after_a_backward(idle: torch.device) -> None:
     memory = IdleMemory(idle)
     borrowed = memory.borrow(SIZE, tokens=1)
