@@ -185,4 +185,4 @@ def test_a_device_that_is_nearly_full_keeps_no_more_graphs(
     assert len(capturer.graphs) == 2 * 2 * 4
     assert all(len(entries) == 2 for entries in seen.values())
     assert len(caplog.records) == 1
-    assert "device memory is nearly used up" in caplog.records[0].getMessage()
+    assert "has room for graphs of more than 2 lengths" in caplog.records[0].getMessage()

@@ -71,10 +71,12 @@ def test_with_everything_resident_only_the_head_is_copied() -> None:
     prepared = prepared_of(model)
     assert prepared is not None
     ids = torch.ones(1, 4, dtype=torch.long)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     seen = []
     for _ in range(4):
         model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad()
         seen.append(dict(prepared.handle.counters()))
     before, after = seen[-2:]
     assert after["resident_units"] == len(prepared.plan.layers)
