@@ -250,7 +250,7 @@ def _profiles(profiles: Sequence[Record]) -> str:
 def _loads(loads: Sequence[Record]) -> str:
     rows: list[Record] = []
     for shape in ("0.5b", "7b", "32b", "72b"):
-        rows += latest(loads, lambda r, shape=shape: r["shape"] == shape)  # type: ignore[misc]
+        rows += latest([r for r in loads if r["shape"] == shape], lambda r: True)
     sizes = ("device_peak_bytes", "host_peak_bytes", "host_steady_bytes", "host_store_bytes")
     return section(
         "Loads",
@@ -373,14 +373,7 @@ def _link(record: Record, text: str = "record") -> str:
 
 def main(arguments: Iterable[str]) -> int:
     """Rewrite the page, or check it."""
-    wanted = page(read(HERE / "records"))
-    if RESULTS.exists() and RESULTS.read_text(encoding="utf-8") == wanted:
-        return 0
-    if "--check" in arguments:
-        print("The tables of benchmarks/results.md are not current. Run `make tables`.")
-        return 1
-    RESULTS.write_text(wanted, encoding="utf-8")
-    return 0
+    return validation_tables.settle(RESULTS, page(read(HERE / "records")), arguments)
 
 
 if __name__ == "__main__":

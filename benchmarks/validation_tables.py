@@ -262,11 +262,15 @@ def main(arguments: Iterable[str]) -> int:
     """Rewrite the page, or check it."""
     path = VALIDATION / "README.md"
     now = path.read_text(encoding="utf-8")
-    wanted = with_tables(now, page(read_records(VALIDATION)))
-    if now == wanted:
+    return settle(path, with_tables(now, page(read_records(VALIDATION))), arguments)
+
+
+def settle(path: Path, wanted: str, arguments: Iterable[str]) -> int:
+    """Write a page, or with ``--check`` say whether it is current; return the exit status."""
+    if path.exists() and path.read_text(encoding="utf-8") == wanted:
         return 0
     if "--check" in arguments:
-        print("The tables of docs/validation/README.md are not current. Run `make tables`.")
+        print(f"The tables of {path.name} in {path.parent} are not current. Run `make tables`.")
         return 1
     path.write_text(wanted, encoding="utf-8")
     return 0

@@ -474,6 +474,17 @@ def test_every_tensor_of_a_surface_counts(monkeypatch: pytest.MonkeyPatch, toget
             assert comparison.first.tensor == name
 
 
+def test_a_large_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poros_core.gate.compare._TOGETHER", 64)
+    tensor = torch.zeros(9, 9)
+
+    def cat(*args: Any) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(torch, "cat", cat)
+    assert Comparison().compare(view(loss={"x": tensor}), view(loss={"x": tensor}), step=1)
+
+
 def test_a_tensor_that_one_arm_lacks_is_a_divergence() -> None:
     tensor = torch.ones(3)
     for left, right in [({"a": tensor}, {}), ({}, {"a": tensor})]:

@@ -598,7 +598,7 @@ def test_a_budget_counts_as_many_graphs_as_are_kept(room: int, kept: int) -> Non
     model = make()
     units = handle_of(model).units
     budget = Counting(room)
-    units._residency = Residency(budget, units.memory, blocks=4)  # type: ignore[arg-type]
+    units._residency = Residency(budget, units.memory, layers=4)  # type: ignore[arg-type]
     units._residency.counts(units.graphs)
     units._first = FirstSteps(units._plan.model, CPU, optimizer_steps=lambda: None)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)

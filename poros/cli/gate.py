@@ -150,7 +150,9 @@ def gate(
         "--card": card,
     }
     for_rows = {
-        **{"--row": row, "--json-dir": json_dir, "--data-dir": data_dir},
+        "--row": row,
+        "--json-dir": json_dir,
+        "--data-dir": data_dir,
         "--jobs": jobs != 1,
     }
     for path in (json_file, html, card, write_fingerprints, state):

@@ -140,6 +140,8 @@ def _parts(
 def _end_to_end(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(pairs) == 1:  # nothing to copy
+        return _bits(pairs[0][0]), _bits(pairs[0][1])
     left, right = (
         torch.cat([_bits(t).reshape(-1) for t in side]) for side in zip(*pairs, strict=True)
     )

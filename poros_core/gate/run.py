@@ -178,16 +178,15 @@ class _Gate:
     def _lockstep(self, workshop: Workshop, batches: Iterator[Batch]) -> GateResult:
         self.watch.phase("loading the resident arm")
         resident = workshop.resident("resident")
-        built = [resident]
+        control = None
         if self.options.control:
             self.watch.phase("loading the control")
-            built.append(workshop.resident("control"))
+            control = workshop.resident("control")
         self.watch.phase("loading the streamed arm")
         streamed, fault = workshop.streamed()
-        built.insert(1, streamed)
-        arms = {arm.name: arm for arm in built}
+        arms = {arm.name: arm for arm in (resident, streamed, control) if arm is not None}
         self.watch.arms_ready(arms)
-        del streamed, built
+        del streamed
         stack, asked = stack_of(self.device), settings_of(self.options)
         progress = Progress(
             path=self.files.state, identity={"asked": asked, "stack": stack}, until=self.until

@@ -44,11 +44,12 @@ CONTEXT_BYTES = 800_000_000
 less reserved memory of a plain run without graphs, in the cost records of an H200."""
 _GRAPHS_BYTES = 40_000_000
 _GRAPH_BYTES = 650_000
-"""Driver memory that captured graphs take beside that, all of them and each; a block has two.
-Fitted to the cost records."""
+"""Driver memory that captured graphs take beside that, all of them and each; a layer has two, alone
+or in a larger block. Fitted to the cost records."""
 _MORE = 3
-"""Signatures beyond the first whose graphs a budget counts; as in
-``poros_runtimes.streamed.residency``. A test holds them together."""
+_COUNTED_BYTES = 1_200_000
+"""Signatures beyond the first whose graphs a budget counts, and what it counts for each graph; as
+in ``poros_runtimes.streamed``. A test holds them together."""
 _CUBLAS_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` (cuBLAS documentation)."""
 _SLACK = 0.115
@@ -157,7 +158,7 @@ def device_memory(weights: Weights, run: RunSettings, *, softcap: bool = False) 
         slots=regions.slot_bytes,
         head=weights.head_bytes,
         graph_workspace=round(pool),
-        graphs=_GRAPHS_BYTES + 2 * blocks * _GRAPH_BYTES if run.graphs else 0,
+        graphs=_GRAPHS_BYTES + 2 * len(weights.layers) * _GRAPH_BYTES if run.graphs else 0,
         held=held,
         first=before + max(made, round(outside + _EAGER * pieces)) if run.graphs else 0,
     )
@@ -195,8 +196,7 @@ def resident_memory(
 
 def more_graphs(run: RunSettings, *, layers: int) -> int:
     """Return what a budget sets aside for graphs of lengths beyond the first, in bytes."""
-    blocks = -(-layers // run.block_size)
-    return _MORE * 2 * blocks * _GRAPH_BYTES if run.graphs else 0
+    return _MORE * 2 * layers * _COUNTED_BYTES if run.graphs else 0
 
 
 def host_memory(weights: Weights, run: RunSettings) -> dict[str, int]:

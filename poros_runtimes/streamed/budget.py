@@ -29,10 +29,9 @@ _FRAGMENTATION = 1.06
 H200 have, 1.04 to 1.08, logits that a loop still holds included."""
 _SLACK = 64 << 20
 """Bytes beside that, for small segments and workspaces."""
-_GRAPHS = 120_000_000
-_GRAPH = 750_000
-"""Bytes that graphs take outside the allocator at most, all of them and each: 0.12 GB in the cost
-records of one length, half a megabyte each in those of real loops, which keep up to 1400."""
+_GRAPH = 1_200_000
+"""Bytes that the graph of one layer takes outside the allocator at most: 0.8 to 1.14 MB in the cost
+records of one length, and as much for each layer of a larger block."""
 _OUTSIDE = 1_500_000_000
 """Bytes that context, loaded kernels and libraries take at most; what the driver reports beyond
 them is another process's."""
@@ -83,7 +82,7 @@ class Budget:
 
         Args:
             own: bytes of the arena, which is all that is known of the use of a CPU's memory.
-            graphs: how many graphs will be captured.
+            graphs: how many graphs of a layer will be captured.
             buffers: bytes that they copy tensors through.
         """
         if self._device.type != "cuda":
@@ -101,7 +100,7 @@ class Budget:
         self._outside = self._beside()
         self._counted, self._graphs = self._own_part(self._outside), graphs
         left = self._whole(total) - self._counted - reserved
-        return min(self._allowed(total) - reserved, left - graph_bytes(graphs))
+        return min(self._allowed(total) - reserved, left - graphs * _GRAPH)
 
     def has_room(self, *, graphs: int) -> bool:
         """Say whether so many graphs more would stay within it, by what is in use now. Where the
@@ -112,7 +111,7 @@ class Budget:
         total = torch.cuda.mem_get_info(self._device)[1]
         grown = max(0, self._beside() - self._outside)
         if self._budget != "auto":
-            grown = min(grown, graph_bytes(self._graphs))
+            grown = min(grown, self._graphs * _GRAPH)
         used = torch.cuda.memory_reserved(self._device) + self._counted + grown
         return used + graphs * _GRAPH <= self._whole(total)
 
@@ -145,8 +144,3 @@ class Budget:
             "process so far: if that was something else, call "
             "torch.cuda.reset_peak_memory_stats() before the first step."
         )
-
-
-def graph_bytes(count: int) -> int:
-    """Return what so many graphs take outside the allocator at most."""
-    return _GRAPHS + count * _GRAPH if count else 0

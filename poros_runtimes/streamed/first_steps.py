@@ -68,8 +68,8 @@ class FirstSteps:
         self._param = weakref.ref(trained[0] if trained else nn.Parameter(torch.empty(0)))
         self._hooks: list[Any] = []
         if not (self._over and self._measured):
-            self._hooks.append(register_optimizer_step_pre_hook(_Turn(self, "before_optimizer")))
-            self._hooks.append(register_optimizer_step_post_hook(_Turn(self, "after_optimizer")))
+            self._hooks.append(register_optimizer_step_pre_hook(_Turn(self.before_optimizer)))
+            self._hooks.append(register_optimizer_step_post_hook(_Turn(self.after_optimizer)))
             weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def going_on(self) -> bool:
@@ -140,10 +140,9 @@ def _remove(hooks: list[Any]) -> None:
 class _Turn:
     """Tells the first steps of an optimizer's step, and does not keep them alive."""
 
-    def __init__(self, first: FirstSteps, what: str) -> None:
-        self._first = weakref.ref(first)
-        self._what = what
+    def __init__(self, told: Callable[[Optimizer], None]) -> None:
+        self._told = weakref.WeakMethod(told)
 
     def __call__(self, optimizer: Optimizer, *args: object) -> None:
-        if (first := self._first()) is not None:
-            getattr(first, self._what)(optimizer)
+        if (told := self._told()) is not None:
+            told(optimizer)

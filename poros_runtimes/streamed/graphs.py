@@ -47,7 +47,7 @@ SIGNATURES = 16
 """Calls of different shape or state that one block keeps two graphs for, if there is no budget;
 those that were not used for longest go first. As many as lengths padded to multiples of 64 come to
 up to 512 tokens, with a mask and without one, as a batch has that needs no padding. A graph takes
-up to 1 MB of device memory outside the allocator, so there are fewer where that runs out."""
+about 1 MB of device memory outside the allocator, so there are fewer where that runs out."""
 
 
 class GraphExecutor:

@@ -17,17 +17,17 @@ _SIGNATURES = (4, 2, 1)
 class Residency:
     """Decides once which layers stay; see [Note: What a budget counts]."""
 
-    def __init__(self, budget: Budget, memory: UnitMemory, *, blocks: int) -> None:
+    def __init__(self, budget: Budget, memory: UnitMemory, *, layers: int) -> None:
         """Decide nothing yet.
 
         Args:
             budget: what the run may use.
             memory: gives layers memory of their own.
-            blocks: how many there are, each with two graphs a signature.
+            layers: how many there are, each with two graphs a signature.
         """
         self.budget = budget
         self._memory = memory
-        self._blocks = blocks
+        self._layers = layers
         self._graphs: GraphExecutor | None = None
         self._waiting = False
 
@@ -75,7 +75,7 @@ class Residency:
             self._graphs.keep(signatures)
             spare = self.budget.spare(
                 own=own,
-                graphs=2 * self._blocks * signatures,
+                graphs=2 * self._layers * signatures,
                 buffers=self._graphs.buffer_bytes(room=own - self._memory.slot_bytes),
             )
             if spare >= 0:

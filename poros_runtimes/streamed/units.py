@@ -69,8 +69,7 @@ class Units:
         head = store.adopt(plan.head.refs) if plan.head is not None else None
         for table in plan.embeddings:
             store.adopt(table.refs)
-        groups = plan.blocks(settings.block_size)
-        size, blocks = max(map(len, groups)), len(groups)
+        size = max(len(group) for group in plan.blocks(settings.block_size))
         lane = make_lane(plan.device)
         self.activations: HostActivations | None = None
         if settings.offload_activations:
@@ -92,7 +91,7 @@ class Units:
         budget: Budget | None = None
         if settings.vram_budget is not None:
             budget = Budget(settings.vram_budget, plan.device)
-            self._residency = Residency(budget, self.memory, blocks=blocks)
+            self._residency = Residency(budget, self.memory, layers=self._count)
         steps = None if budget is None else budget.optimizer_steps
         self._first = FirstSteps(plan.model, plan.device, optimizer_steps=steps)
         if settings.copy_ahead:
@@ -112,7 +111,7 @@ class Units:
                 arena,
                 device=plan.device,
                 lends=first.going_on,
-                allows=None if budget is None else partial(budget.has_room, graphs=2 * blocks),
+                allows=None if budget is None else partial(budget.has_room, graphs=2 * self._count),
             )
             self.graphs = GraphExecutor(
                 self.eager,

@@ -164,11 +164,8 @@ CUDA = torch.device("cuda")
 def test_graphs_and_their_buffers_are_taken_off_what_is_left(device: dict[str, int]) -> None:
     budget = Budget(20 << 30, CUDA)
     left = budget.spare(own=0, graphs=0, buffers=0)
-    graphs = left - budget.spare(own=0, graphs=1, buffers=0)
-    assert graphs == 120_000_000 + 750_000
-    assert budget.spare(own=0, graphs=512, buffers=1 << 28) == left - graphs - 511 * 750_000 - (
-        1 << 28
-    )
+    assert left - budget.spare(own=0, graphs=1, buffers=0) == 1_200_000
+    assert budget.spare(own=0, graphs=512, buffers=1 << 28) == left - 512 * 1_200_000 - (1 << 28)
 
 
 def after_a_first_step(device: dict[str, int], *, elsewhere: bool, hooked: bool = True) -> int:
@@ -241,7 +238,7 @@ def test_graphs_of_another_length_must_stay_within_the_budget(device: dict[str, 
     budget.spare(own=0, graphs=2048, buffers=0)
     device |= {"memory_reserved": 8 << 30, "free": 71 << 30}
     assert budget.has_room(graphs=128)
-    device["free"] -= (1 << 30) - 128 * 750_000
+    device["free"] -= (1 << 30) - 128 * 1_200_000
     assert budget.has_room(graphs=128)
     device["free"] -= 1
     assert not budget.has_room(graphs=128)
@@ -253,7 +250,7 @@ def test_what_another_process_takes_is_not_this_ones(device: dict[str, int]) -> 
     budget.spare(own=0, graphs=512, buffers=0)
     device["free"] = 0
     assert budget.has_room(graphs=128), "it may be graphs' as far as they were counted"
-    device["memory_reserved"] = (10 << 30) - 1_500_000_000 - 504_000_000
+    device["memory_reserved"] = (10 << 30) - 1_500_000_000 - 512 * 1_200_000
     assert not budget.has_room(graphs=128)
 
 
