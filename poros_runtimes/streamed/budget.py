@@ -30,8 +30,8 @@ H200 have, 1.04 to 1.08, logits that a loop still holds included."""
 _SLACK = 64 << 20
 """Bytes beside that, for small segments and workspaces."""
 _GRAPH = 1_200_000
-"""Bytes that the graph of one layer takes outside the allocator at most: 0.8 to 1.14 MB in the cost
-records of one length, and as much for each layer of a larger block."""
+"""Bytes that the graph of one layer takes outside the allocator at most, in a larger block too: 0.6
+to 1.14 MB in the NF4 cost records of one length, over what a run without graphs has there."""
 _OUTSIDE = 1_500_000_000
 """Bytes that context, loaded kernels and libraries take at most; what the driver reports beyond
 them is another process's."""
