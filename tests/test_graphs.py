@@ -7,11 +7,13 @@ device the same scripts run with real graphs too.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -290,6 +292,76 @@ def test_a_layer_that_no_graph_can_take(
         found = run(with_a_look(graphs=True), plain, device)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
     assert len([r for r in caplog.records if "graph_capture_failed" in r.getMessage()]) == 1
+    assert torch.rand(2, device=device).isfinite().all(), "the generator can be used"
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_capture_that_cannot_begin(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA refuses it when torch has opened the pool already."""
+    device = torch.device("cuda")
+    made = count()
+
+    class Refused(torch.cuda.CUDAGraph):
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            if next(made) == number:
+                stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+                assert _driver().cuStreamBeginCapture_v2(stream, 1) == 0
+            super().capture_begin(*args, **kwargs)
+
+    eager = run(make(device, graphs=False), plain, device)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Refused)
+    with caplog.at_level("WARNING", logger="poros.graphs"):
+        found = run(make(device), plain, device)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    assert len([r for r in caplog.records if "graph_capture_failed" in r.getMessage()]) == 1
+    assert torch.rand(2, device=device).isfinite().all(), "the generator can be used"
+
+
+@contextmanager
+def _filled() -> Iterator[None]:
+    """Leave nothing of the device to anybody, as other processes may."""
+    driver, held = _driver(), []
+    size = 1 << 34
+    while size >= 1 << 12:
+        pointer = ctypes.c_uint64()
+        if driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0:
+            held.append(pointer)
+        else:
+            size >>= 1
+    try:
+        yield
+    finally:
+        for pointer in held:
+            assert driver.cuMemFree_v2(pointer) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("numbers", [{0}, {3}, {1, 4, 5}, set(range(50))], ids=str)
+def test_captures_while_the_device_is_full(
+    numbers: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of it fails then, training goes on, and its bits are the same."""
+    device = torch.device("cuda")
+    capture, made = CudaCapturer.capture, count()
+
+    def in_a_crowd(self: CudaCapturer, body: Any) -> Any:
+        with _filled() if next(made) in numbers else nullcontext():
+            return capture(self, body)
+
+    eager = run(make(device, graphs=False), lengths, device)
+    monkeypatch.setattr(CudaCapturer, "capture", in_a_crowd)
+    found = run(make(device), lengths, device)
+    assert next(made) > min(numbers)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
     assert torch.rand(2, device=device).isfinite().all(), "the generator can be used"
 
 

@@ -560,3 +560,19 @@ def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
 def test_files_that_do_not_go_together(files: dict[str, Any], message: str) -> None:
     with pytest.raises(GateError, match=message):
         GateFiles(**files)
+
+
+def test_what_a_child_said_is_kept(tmp_path: Path) -> None:
+    class Failing(gate_matrix.Children):
+        def completed(self, command: Sequence[str]) -> tuple[int, str]:
+            return 70, "Traceback ...\nBoom: x\n"
+
+    log = tmp_path / "a.log"
+    with pytest.raises(GateError, match=r"status 70: Boom: x \(more in '.*a\.log'\)"):
+        gate_matrix.in_a_child(
+            row("a").options(),
+            state=tmp_path / "a.state",
+            minutes=None,
+            children=Failing(shown=False),
+        )
+    assert log.read_text() == "Traceback ...\nBoom: x\n"

@@ -159,7 +159,12 @@ def in_a_child(
         said = last[0].removeprefix("Error: ")
         if status == _BAD_INPUT:
             raise GateError(said)
-        raise GateError(f"the gate's process ended with status {status}: {said}")
+        message = f"the gate's process ended with status {status}: {said}"
+        if state is not None:
+            log = state.with_suffix(".log")
+            log.write_text(errors, encoding="utf-8")
+            message += f" (more in '{log}')"
+        raise GateError(message)
 
 
 class _Display:

@@ -186,7 +186,10 @@ class GraphArena:
             return False
         others = []  # free memory of that size may lie elsewhere too
         for _ in range(4):
-            block = self._allocate(self._rest)
+            try:
+                block = self._allocate(self._rest)
+            except torch.OutOfMemoryError:  # it lies nowhere in the pool
+                return False
             if block.data_ptr() == self._start + self._kept:
                 self._blocks.rest = block
                 return True

@@ -119,8 +119,8 @@ class CudaCapturer:
         self._arena.lend()
         try:
             with drawing(), torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._arena.pool.id, capture_error_mode="thread_local")
                 try:
+                    graph.capture_begin(pool=self._arena.pool.id, capture_error_mode="thread_local")
                     body()
                     graph.capture_end()
                 except BaseException as error:
@@ -138,8 +138,9 @@ class CudaCapturer:
         """Undo what a capture that failed leaves behind, and say whether earlier graphs are lost.
 
         CUDA reports the end of such a capture as an error, before torch has closed the pool and
-        told the random-number generator that the capture is over. The generator then gets a fresh
-        state of the same value, and graphs draw from the old one.
+        told the random-number generator that the capture is over; and where CUDA does not even let
+        it begin, as on a device that is full, torch has told both of it already. The generator then
+        gets a fresh state of the same value, and graphs draw from the old one.
         """
         bindings: Any = torch._C
         with suppress(RuntimeError):
