@@ -562,17 +562,26 @@ def test_files_that_do_not_go_together(files: dict[str, Any], message: str) -> N
         GateFiles(**files)
 
 
-def test_what_a_child_said_is_kept(tmp_path: Path) -> None:
-    class Failing(gate_matrix.Children):
-        def completed(self, command: Sequence[str]) -> tuple[int, str]:
-            return 70, "Traceback ...\nBoom: x\n"
+def test_what_a_child_said_is_kept_until_it_ends_well(tmp_path: Path) -> None:
+    class Second(gate_matrix.Children):
+        """Breaks down, and when it is run again does not."""
 
-    log = tmp_path / "a.log"
+        broken = True
+
+        def completed(self, command: Sequence[str]) -> tuple[int, str]:
+            if self.broken:
+                return 70, "Traceback ...\nBoom: x\n"
+            Path(command[command.index("--json") + 1]).write_text("{}")
+            return 0, ""
+
+    def run() -> None:
+        state = tmp_path / "a.state"
+        gate_matrix.in_a_child(row("a").options(), state=state, minutes=None, children=children)
+
+    children, log = Second(shown=False), tmp_path / "a.log"
     with pytest.raises(GateError, match=r"status 70: Boom: x \(more in '.*a\.log'\)"):
-        gate_matrix.in_a_child(
-            row("a").options(),
-            state=tmp_path / "a.state",
-            minutes=None,
-            children=Failing(shown=False),
-        )
+        run()
     assert log.read_text() == "Traceback ...\nBoom: x\n"
+    children.broken = False
+    run()
+    assert not log.exists()

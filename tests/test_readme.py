@@ -40,7 +40,7 @@ def test_a_cost_is_its_record(cells: str, path: str) -> None:
     assert loop or record["kind"] == "training-cost"
     settings = record["settings"]
     how = ", optimizer state on the host" if settings["optimizer_state"] == "host" else ""
-    assert not settings.get("copy_ahead")
+    how += ", `copy_ahead=True`" if settings.get("copy_ahead") else ""
     sizes = [
         "peak_allocated_bytes",
         "peak_reserved_bytes",

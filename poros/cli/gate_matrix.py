@@ -152,7 +152,10 @@ def in_a_child(
         if minutes is not None:
             flags += ["--minutes", str(minutes)]
         status, errors = children.completed([sys.executable, "-c", _CHILD, *flags])
+        log = None if state is None else state.with_suffix(".log")
         if record.exists():
+            if log is not None:
+                log.unlink(missing_ok=True)
             found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
             return found
         last = errors.strip().splitlines()[-1:] or ["it said nothing"]
@@ -160,8 +163,7 @@ def in_a_child(
         if status == _BAD_INPUT:
             raise GateError(said)
         message = f"the gate's process ended with status {status}: {said}"
-        if state is not None:
-            log = state.with_suffix(".log")
+        if log is not None:
             log.write_text(errors, encoding="utf-8")
             message += f" (more in '{log}')"
         raise GateError(message)

@@ -139,7 +139,7 @@ class CudaCapturer:
 
         CUDA reports the end of such a capture as an error, before torch has closed the pool and
         told the random-number generator that the capture is over; and where CUDA does not even let
-        it begin, as on a device that is full, torch has told both of it already. The generator then
+        it begin, torch has told both of it already. The generator then
         gets a fresh state of the same value, and graphs draw from the old one.
         """
         bindings: Any = torch._C
