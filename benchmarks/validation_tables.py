@@ -38,6 +38,29 @@ MODES: dict[str, tuple[Any, Callable[[Any], str]]] = {
     "graphs": ("auto", lambda value: f"graphs {value}"),
 }
 """Settings that make a mode: the usual value, and how another one is told."""
+HOSTS = {"pageable": "pageable memory", "mmap": "files (mmap)"}
+WEIGHTS = {"rolled": "layers' weights rolled copies"}
+RUNS: dict[str, tuple[Any, Callable[[Any], str]]] = {
+    "block_size": (1, lambda value: f"block size {value}"),
+    "vram_budget": (None, lambda value: f"budget {_amount(value)}"),
+    "optimizer_state": ("device", lambda value: f"optimizer state on the {value}"),
+    "offload_activations": (False, lambda value: "activations on the host"),
+    "copy_ahead": (False, lambda value: "copies ahead"),
+    "host": ("pinned", lambda value: f"base in {HOSTS[value]}"),
+    "runtime": ("streamed", lambda value: f"runtime {value}"),
+    "poison": (False, lambda value: "vacated memory poisoned"),
+    "backward": ("each", lambda value: f"backward: {value}"),
+    "padding": ("right", lambda value: f"padded on the {value}"),
+    "resumed_at": (None, lambda value: f"resumed after step {value}"),
+    "resident_checkpointing": (False, lambda value: "resident with checkpointing"),
+    "weights": ("drawn", lambda value: WEIGHTS.get(value, f"weights {value}")),
+    "dtype": ("bfloat16", str),
+    "attention": ("sdpa", lambda value: f"attention {value}"),
+    "optimizer": ("AdamW", str),
+    "learning_rate": (2e-4, lambda value: f"learning rate {value}"),
+    "clip": (1.0, lambda value: f"clipped at {value}" if value else "not clipped"),
+}
+"""The other settings of a gate, in the same way."""
 
 Record = Mapping[str, Any]
 
@@ -190,12 +213,21 @@ def _pending(records: Mapping[str, Record]) -> str:
 
 
 def _mode(record: Record) -> list[str]:
-    settings = record["settings"]
+    return _unusual(record["settings"], MODES)
+
+
+def _unusual(
+    settings: Mapping[str, Any], known: Mapping[str, tuple[Any, Callable[[Any], str]]]
+) -> list[str]:
     return [
         told(settings[name])
-        for name, (usual, told) in MODES.items()
+        for name, (usual, told) in known.items()
         if settings.get(name, usual) != usual
     ]
+
+
+def _amount(value: Any) -> str:
+    return f"{value / 1e9:.3g} GB" if isinstance(value, int) else str(value)
 
 
 def _model(record: Record) -> str:
@@ -207,24 +239,16 @@ def _model(record: Record) -> str:
 
 
 def _run(record: Record) -> str:
-    settings = record.get("settings", {})
     parts = [f"{record.get('steps_compared', record['steps'])} steps"]
     size = f"{record['batch']} x {record['seq_len']} tokens"
     parts.append(f"{record['accumulate']} x {size}" if record["accumulate"] > 1 else size)
     if record["dropout"]:
         parts.append(f"dropout {record['dropout']}")
-    if record["block_size"] != 1:
-        parts.append(f"block size {record['block_size']}")
-    if settings.get("optimizer_state") == "host":
-        parts.append("optimizer state on the host")
-    if settings.get("resumed_at") is not None:
-        parts.append(f"resumed after step {settings['resumed_at']}")
-    if settings.get("resident_checkpointing"):
-        parts.append("resident with checkpointing")
+    if record.get("loader") == "standard":
+        parts.append("loaded the standard way")
+    parts += _unusual({**record.get("settings", {}), "block_size": record["block_size"]}, RUNS)
     if record.get("control", ...) is None and record.get("against") is None:
         parts.append("no control")
-    if settings.get("weights") == "rolled":
-        parts.append("layers' weights rolled copies")
     if record.get("data") is not None:
         parts.append(f"data {record['data']}")
     return ", ".join(parts)

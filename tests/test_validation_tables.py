@@ -82,6 +82,24 @@ def test_a_gate(tables: Any, record: dict[str, Any]) -> None:
     ]
 
 
+def test_a_run_tells_every_setting_that_is_not_the_usual_one(
+    tables: Any, record: dict[str, Any]
+) -> None:
+    usual = tables.page({"a.json": record})
+    for name, found in record["settings"].items():
+        other = copy.deepcopy(record)
+        other["settings"][name] = 17_000_000_000 if name == "vram_budget" else not found
+        if name == "host":
+            other["settings"][name] = "mmap"
+        elif name == "block_size":  # it stands at the top
+            other[name] = 2
+        assert tables.page({"a.json": other}) != usual, name
+    assert tables.page({"a.json": {**record, "loader": "standard"}}) != usual
+    budget = {**record, "settings": {**record["settings"], "vram_budget": 17_000_000_000}}
+    [row] = rows(tables.page({"a.json": budget}), "a.json")
+    assert row[1] == "50 steps, 1 x 512 tokens, dropout 0.1, budget 17 GB"
+
+
 def test_a_mode_that_is_not_deterministic(tables: Any, record: dict[str, Any]) -> None:
     record["settings"] |= {"attention_kernels": "flash", "deterministic": False}
     divergence = {"step": 3, "surface": "grad_norms", "tensor": "x"}

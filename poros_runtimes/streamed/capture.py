@@ -139,18 +139,21 @@ class CudaCapturer:
 
         CUDA reports the end of such a capture as an error, before torch has closed the pool and
         told the random-number generator that the capture is over; and where CUDA does not even let
-        it begin, torch has told both of it already. The generator then
-        gets a fresh state of the same value, and graphs draw from the old one.
+        it begin, torch has told both of it already. The generator then gets a fresh state of the
+        same value, and graphs draw from the old one. A graph that the generator itself refused is
+        made known to it now: torch ends the process when one that is not goes.
         """
         bindings: Any = torch._C
+        generator: Any = torch.cuda.default_generators[self._device.index]
         with suppress(RuntimeError):
             graph.capture_end()
+        with suppress(RuntimeError):
+            graph.register_generator_state(generator)
         with suppress(RuntimeError):
             bindings._cuda_endAllocateToPool(self._device.index, self._arena.pool.id)
         try:
             torch.rand(1, device=self._device)  # the caller puts the random-number state back
         except RuntimeError:
-            generator: Any = torch.cuda.default_generators[self._device.index]
             generator.graphsafe_set_state(generator.clone_state())
             return True
         return False
