@@ -13,6 +13,10 @@ guess costs time only.
 
 The sizes can be told even before there is a skeleton, and weights can land there. A berth of about
 the right size is then taken, and one that nobody takes is given back.
+
+While the driver locks pages, other calls of CUDA wait. So a berth where quantised weights land is
+page-locked when the first of them comes, by the thread that quantises: if all were locked as soon
+as they are made, that thread would wait for them, and reading for it.
 """
 
 from __future__ import annotations
@@ -55,6 +59,14 @@ class _Berth:
     used: int = 0
     read: dict[FileSpan, int] = field(factory=dict)
     reading: Future[None] | None = None
+    locking: threading.Lock = field(factory=threading.Lock)
+
+    def ready(self) -> HostBuffer:
+        """Wait for the stretch, and return it page-locked if it is to be."""
+        buffer = self.buffer.result()
+        with self.locking:
+            buffer.lock()
+        return buffer
 
 
 class Berths:
@@ -101,7 +113,9 @@ class Berths:
         """
         assert not self._berths
         for title in _order(list(sizes)):
-            self._early[title] = _Berth(self._made(title, sizes[title]), sizes[title])
+            self._early[title] = _Berth(
+                self._made(title, sizes[title], later=title.startswith(LAYER)), sizes[title]
+            )
         self._of.update(self._early)
 
     def vacate(self) -> None:
@@ -136,19 +150,21 @@ class Berths:
             capacity = sum(sizes.get(name, _aligned(p.nbytes)) for name, p in own.items())
             if not capacity:
                 continue
-            berth = self._berths[title] = self._early_or_made(title, capacity)
-            self._of.update((name, berth) for name in own if name in sizes)
+            landing = [name for name in own if name in sizes]
+            berth = self._early_or_made(title, capacity, later=bool(landing))
+            self._berths[title] = berth
+            self._of.update(dict.fromkeys(landing, berth))
             self._read_into(berth, [files[name] for name in own if files and name in files])
         for title in list(self._early):
             self._give_back(title)
 
-    def _early_or_made(self, title: str, capacity: int) -> _Berth:
+    def _early_or_made(self, title: str, capacity: int, *, later: bool) -> _Berth:
         early = self._early.get(title)
         if early is not None and capacity <= early.capacity <= capacity + _SLACK:
             return self._early.pop(title)
         if early is not None:
             self._give_back(title)
-        return _Berth(self._made(title, capacity), capacity)
+        return _Berth(self._made(title, capacity, later=later), capacity)
 
     def _give_back(self, title: str) -> None:
         """Do without a berth, unless something landed there: then that keeps it."""
@@ -158,9 +174,11 @@ class Berths:
             if not berth.used:
                 berth.buffer.cancel()
 
-    def _made(self, title: str, capacity: int) -> Future[HostBuffer]:
+    def _made(self, title: str, capacity: int, *, later: bool) -> Future[HostBuffer]:
         locked = self._locked or not title.startswith(LAYER)
-        return self._pool.submit(HostBuffer, capacity, device=self._device, locked=locked)
+        return self._pool.submit(
+            HostBuffer, capacity, device=self._device, locked=locked, later=later
+        )
 
     def _read_into(self, berth: _Berth, spans: Sequence[FileSpan]) -> None:
         """Begin to read bytes of files into a berth as soon as it is there."""
@@ -198,7 +216,7 @@ class Berths:
         if berth is None or begin is None:
             return land_in_memory(tensor)
         place = torch.frombuffer(
-            berth.buffer.result().view(), dtype=tensor.dtype, count=tensor.numel(), offset=begin
+            berth.ready().view(), dtype=tensor.dtype, count=tensor.numel(), offset=begin
         ).view(tensor.shape)
         return place.copy_(tensor, non_blocking=True)
 
@@ -223,7 +241,7 @@ class Berths:
         berth = self._berths.pop(unit.name, None)
         if berth is None:
             return None
-        buffer = berth.buffer.result()
+        buffer = berth.ready()
         if berth.reading is not None:
             berth.reading.result()
         files = MappedFiles() if berth.read else None

@@ -102,35 +102,55 @@ class HostBuffer:
     [Note: Page-locked memory] in ``page_locking``.
     """
 
-    def __init__(self, nbytes: int, *, device: torch.device, locked: bool = True) -> None:
+    def __init__(
+        self, nbytes: int, *, device: torch.device, locked: bool = True, later: bool = False
+    ) -> None:
         """Allocate ``nbytes`` bytes for use with ``device``.
 
         Args:
             nbytes: the size.
             device: the compute device.
             locked: page-lock it, if the device is a CUDA device.
+            later: only make its pages, and leave the locking to ``lock``.
 
         Raises:
             PrepareError: the memory cannot be had or cannot be page-locked.
         """
         self.nbytes = nbytes
         self.device = device
-        self.locked = locked and device.type == "cuda"
+        self.locked = False
+        wanted = locked and device.type == "cuda"
+        self._lock_later = wanted and later
         free = available_memory()
         if free is not None and nbytes > free:
             _say_short(nbytes, free, device)
         try:
-            self._map = lockable_memory(nbytes) if self.locked else mmap.mmap(-1, max(nbytes, 1))
+            self._map = lockable_memory(nbytes) if wanted else mmap.mmap(-1, max(nbytes, 1))
         except OSError as error:
             raise PrepareError(
                 f"Host memory for the base cannot be had: {nbytes / 1e9:.2f} GB more were asked "
                 f"for ({error}). Free memory, or use a smaller model."
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
-        if self.locked:
-            pointer = self.bytes.data_ptr()
-            populate(pointer, nbytes)
-            weakref.finalize(self, lock(pointer, nbytes, device)).atexit = False
+        if wanted:
+            populate(self.bytes.data_ptr(), nbytes)
+            if not later:
+                self._lock()
+
+    def lock(self) -> None:
+        """Page-lock what is to be and was not until now.
+
+        Raises:
+            PrepareError: it cannot be page-locked.
+        """
+        if self._lock_later:
+            self._lock_later = False
+            self._lock()
+
+    def _lock(self) -> None:
+        unlock = lock(self.bytes.data_ptr(), self.bytes.numel(), self.device)
+        weakref.finalize(self, unlock).atexit = False
+        self.locked = True
 
     def shrink(self, nbytes: int) -> None:
         """Leave out what is behind the first ``nbytes`` bytes, of which nothing is used."""

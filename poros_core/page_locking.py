@@ -40,6 +40,9 @@ _PIECE = 32 << 20
 """Bytes that a thread makes at once; a multiple of a huge page, and few enough that torch needs no
 threads of its own for them."""
 _THREADS = 8
+_LARGE = 1 << 30
+"""Bytes of a stretch that several threads make. Smaller ones are many, and each is made by a thread
+of its own already; threads that only start would wait for one another to map their stacks."""
 
 
 def makers() -> int:
@@ -67,7 +70,7 @@ def populate(pointer: int, nbytes: int) -> None:
         return
     memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), dtype=torch.uint8)
     pieces = [memory[at : at + _PIECE : mmap.PAGESIZE] for at in range(0, nbytes, _PIECE)]
-    if len(pieces) <= makers():  # the threads that make other stretches are enough
+    if nbytes < _LARGE:
         for piece in pieces:
             piece.zero_()
         return

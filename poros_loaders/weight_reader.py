@@ -36,8 +36,8 @@ __all__ = ["Extent", "WeightReader", "read_piece"]
 _log = get_logger("load")
 
 _PIECE = 16 << 20
-_BUFFERS = 16
-_THREADS = 8
+_BUFFERS = 24
+_THREADS = 12
 
 
 @frozen(kw_only=True)
@@ -117,7 +117,7 @@ class WeightReader:
             device: where the weights go.
             piece: bytes that are read at once.
             buffers: pieces that are held at once.
-            threads: how many read; None means one for each core, eight at most.
+            threads: how many read; None means one for each core, twelve at most.
         """
         self.given = 0
         self._device = device

@@ -29,7 +29,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 import poros
 from poros_core import berths as berths_module
-from poros_core import file_tensors, host_mode, load_base, machine, packed_file, page_locking
+from poros_core import (
+    file_tensors,
+    host_memory,
+    host_mode,
+    load_base,
+    machine,
+    packed_file,
+    page_locking,
+)
 from poros_core.berths import Berths
 from poros_core.conformance.manifest import tensor_manifest
 from poros_core.errors import CheckpointError, PrepareError
@@ -57,6 +65,7 @@ from poros_loaders.stage import Stage
 
 WIDE = {**TINY, "vocab_size": 64_000, "num_hidden_layers": 3}
 """Two tables of 8 MB beside small layers."""
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture(scope="module")
@@ -243,9 +252,9 @@ class TestPageLocking:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert memory[:4] == b"base"
 
-    @pytest.mark.parametrize("threads", [1, 8])
-    def test_all_of_a_stretch_is_made(self, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-        monkeypatch.setattr(page_locking, "_THREADS", threads)
+    @pytest.mark.parametrize("large", [1 << 30, 1 << 20])
+    def test_all_of_a_stretch_is_made(self, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+        monkeypatch.setattr(page_locking, "_LARGE", large)
         monkeypatch.setattr(os, "cpu_count", lambda: 16)
         monkeypatch.setattr(page_locking, "_PIECE", 1 << 20)
         nbytes = (7 << 20) + 5
@@ -262,6 +271,55 @@ class TestPageLocking:
         assert count() == 0
         page_locking.populate(address, nbytes)
         assert count() == pages
+
+    @pytest.fixture
+    def locked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Note the sizes of what would be page-locked."""
+        found: list[int] = []
+
+        def lock(pointer: int, nbytes: int, device: torch.device) -> Any:
+            found.append(nbytes)
+            return list
+
+        monkeypatch.setattr(host_memory, "lock", lock)
+        return found
+
+    def test_a_stretch_that_is_locked_later(self, locked: list[int]) -> None:
+        buffer = HostBuffer(8192, device=GPU, later=True)
+        assert not buffer.locked
+        assert not locked
+        for _ in range(2):
+            buffer.lock()
+            assert buffer.locked
+        HostBuffer(4096, device=GPU).lock()
+        for elsewhere in (
+            HostBuffer(512, device=GPU, locked=False, later=True),
+            HostBuffer(512, device=CPU, later=True),
+        ):
+            elsewhere.lock()
+            assert not elsewhere.locked
+        assert locked == [8192, 4096]
+
+    def test_a_berth_is_locked_when_something_lands(self, locked: list[int]) -> None:
+        with Berths(QWEN2, GPU, locked=True) as berths:
+            berths.begin({"layer 0": 4096, "layer 1": 8192, "head": 16384})
+            for berth in berths._early.values():
+                berth.buffer.result()
+            assert locked == [16384]
+            for _ in range(2):
+                assert berths.land("layer 1", torch.arange(16)).tolist() == list(range(16))
+                assert locked == [16384, 8192]
+
+    def test_where_nothing_lands_a_berth_is_locked_as_it_is_made(
+        self, wide: Path, locked: list[int]
+    ) -> None:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE))
+        name = "model.layers.1.mlp.up_proj.weight"
+        with Berths(QWEN2, GPU, locked=True) as berths:
+            berths.expect(model, {name: 4096})
+            sizes = {title: b.buffer.result().nbytes for title, b in berths._berths.items()}
+            assert sorted(locked) == sorted(n for t, n in sizes.items() if t != "layer 1")
 
     def test_only_the_process_that_locked_gives_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[str] = []
