@@ -9,6 +9,9 @@ be needed next, as they arrive on a stream of their own, and a unit that gets it
 there from the device. Nothing else changes: a unit's address is that of its slot, and one that is
 not ahead comes from the host as ever.
 
+Where records have many lengths, so have the logits, and few blocks that these leave are as large as
+a unit. So a unit waits in pieces, in as many blocks as it takes.
+
 Memory is only taken if the allocator has it already, and could reserve as much again: the peak is
 at the loss, and by then all of it has been given back, behind a wait of the compute stream for the
 copies. How much that is depends on the length, and is looked up anew whenever the allocator holds
@@ -28,21 +31,25 @@ from attrs import define, field
 from poros_core.host_store import UnitImage
 from poros_core.log import get_logger
 from poros_runtimes.streamed.arena import not_filled
-from poros_runtimes.streamed.lane import Event, Lane
+from poros_runtimes.streamed.lane import Event, Lane, copy_pieces, parts
 
 __all__ = ["Ahead", "IdleMemory", "Memory"]
 
 _log = get_logger("runtime")
 
 _SHARE = 0.6
-"""Of the blocks of idle memory that units fit in, how many are borrowed as a backward starts: the
-rest is for what it needs and a forward does not, such as gradients."""
+"""Of the pieces that fit in idle memory, how many are borrowed as a backward starts: the rest is
+for what it needs and a forward does not, such as gradients."""
 _SHARE_AFTER = 0.9
 """The same when the backward is behind: the rest is for what an optimizer computes with."""
 _LESS = 0.75
-"""What the number of units is multiplied by when it was too much."""
+"""What the number of pieces is multiplied by when it was too much."""
 _MOST = 16
 """Units that are borrowed for at most."""
+_PIECE = 32 << 20
+"""Bytes that a piece of a unit has at most. Smaller ones would not be copied at the link's rate."""
+_ALIGNMENT = 512
+"""Bytes. What the CUDA caching allocator rounds sizes up to."""
 _SMALL = 1 << 20
 """Bytes up to which the CUDA caching allocator keeps tensors in a pool of their own
 (``kSmallSize`` in torch's CUDACachingAllocator)."""
@@ -55,7 +62,7 @@ class Memory(Protocol):
         """Return flat uint8 tensors of so many bytes each, as many as can be spared.
 
         Args:
-            nbytes: of each.
+            nbytes: of each, the same in every call.
             tokens: of the forward whose backward starts.
             after: whether that backward is behind.
         """
@@ -69,9 +76,15 @@ class Memory(Protocol):
 class IdleMemory:
     """What the CUDA caching allocator has reserved and not given out; see [Note: Copies ahead]."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, most: int) -> None:
+        """Borrow nothing yet.
+
+        Args:
+            device: whose memory.
+            most: tensors that are borrowed at once at most.
+        """
         self._device = device
-        self._cap = _MOST
+        self._cap = most
         self._most: dict[tuple[bool, int], int] = {}
         self._reserved = self._pool = self._lent = 0
 
@@ -118,7 +131,7 @@ class IdleMemory:
     def _borrow_less(self, *, than: int) -> None:
         self._cap = int(_LESS * than)
         self._most.clear()
-        _log.info("copies_ahead_reduced", units=self._cap)
+        _log.info("copies_ahead_reduced", pieces=self._cap)
         torch.cuda.empty_cache()
 
     def _room(self, reserved: int) -> int:
@@ -154,10 +167,10 @@ class IdleMemory:
 
 @define(eq=False)
 class _Berth:
-    """Borrowed memory for one unit, which unit is there, and two events: that its bytes are there,
-    and that they may be overwritten."""
+    """Borrowed memory for one unit, in pieces, which unit is there, and two events: that its bytes
+    are there, and that they may be overwritten."""
 
-    memory: torch.Tensor = field(repr=False)
+    pieces: list[torch.Tensor] = field(repr=False)
     free: Event
     unit: int | None = None
     there: Event | None = None
@@ -171,25 +184,29 @@ class Ahead:
         copies: how many units these were.
     """
 
-    def __init__(self, memory: Memory, *, lane: Lane, nbytes: int, poison: bool) -> None:
+    def __init__(
+        self, memory: Callable[[int], Memory], *, lane: Lane, nbytes: int, poison: bool
+    ) -> None:
         """Borrow nothing yet.
 
         Args:
-            memory: where to borrow.
+            memory: where to borrow, given how many tensors are borrowed at most.
             lane: brings units from the host; its own, so that they need not wait behind slots.
             nbytes: of the largest unit.
             poison: fill memory with 0xFF before each copy.
         """
         self.bytes_copied = 0
         self.copies = 0
-        self._memory = memory
+        self._count = max(1, -(-nbytes // _PIECE))
+        self._piece = -(-nbytes // (self._count * _ALIGNMENT)) * _ALIGNMENT
+        self._memory = memory(_MOST * self._count)
         self._lane = lane
-        self._nbytes = nbytes
         self._poison = poison
         self._length = self._longest = 0
         self._started = False
         self._behind = self._in_vain = 0
         self._berths: list[_Berth] = []
+        self._spare: list[torch.Tensor] = []  # pieces that make no whole unit
         self._drained = weakref.finalize(self, _drain, self._berths, lane)
         self._drained.atexit = False
 
@@ -215,7 +232,7 @@ class Ahead:
         """The last loss is behind: borrow memory, if there is none yet. Kernels issued so far may
         still use it."""
         self._longest = max(self._longest, self._length)
-        if not self._berths:
+        if not self._berths and not self._spare:
             self._borrow(after=False)
         self._started = True
 
@@ -228,10 +245,13 @@ class Ahead:
         self._started = False
 
     def _borrow(self, *, after: bool) -> None:
-        if self._nbytes and self._length:
-            memory = self._memory.borrow(self._nbytes, tokens=self._length, after=after)
-            now = self._lane.record()
-            self._berths.extend(_Berth(each, now) for each in memory)
+        if not self._piece or not self._length:
+            return
+        self._spare += self._memory.borrow(self._piece, tokens=self._length, after=after)
+        now = self._lane.record()
+        while len(self._spare) >= self._count:
+            self._berths.append(_Berth(self._spare[: self._count], now))
+            del self._spare[: self._count]
 
     def cut_short(self) -> None:
         """Give the memory back although no forward came: others need it."""
@@ -241,7 +261,8 @@ class Ahead:
     def end(self) -> None:
         """Give the memory back: kernels issued from here on may use it."""
         self._started = False
-        if self._berths:
+        if self._berths or self._spare:
+            self._spare.clear()
             _drain(self._berths, self._lane)
             self._memory.returned()
 
@@ -297,21 +318,24 @@ class Ahead:
     def _copy(self, berth: _Berth, unit: int, image: UnitImage) -> None:
         events = [berth.free, *([] if berth.there is None else [berth.there])]
         berth.unit = None
-        source = image.bytes_for_copy()
-        target = berth.memory[: source.nbytes]
-        berth.there = self._lane.copy(target, source, after=events, poison=self._poison)
+        berth.there = copy_pieces(
+            self._lane,
+            [(into, part) for part, into in parts(image.bytes_for_copy(), berth.pieces)],
+            after=events,
+            poison=self._poison,
+        )
         image.copied(berth.there)
         berth.unit = unit
         self.copies += 1
-        self.bytes_copied += source.nbytes
+        self.bytes_copied += image.nbytes
 
-    def take(self, unit: int) -> tuple[torch.Tensor, Event] | None:
-        """Return a unit's bytes and the event that they are there; None if it does not wait.
-        ``taken`` must follow."""
+    def take(self, unit: int) -> tuple[list[torch.Tensor], Event] | None:
+        """Return what a unit's bytes are in, piece by piece, the last of which may be longer, and
+        the event that they are there; None if it does not wait. ``taken`` must follow."""
         for berth in self._berths:
             if berth.unit == unit:
                 assert berth.there is not None
-                return berth.memory, berth.there
+                return berth.pieces, berth.there
         return None
 
     def taken(self, unit: int, event: Event) -> None:

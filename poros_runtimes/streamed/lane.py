@@ -7,7 +7,7 @@ it is done when the call returns, and an event is a value that says nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from poros_runtimes.streamed.arena import Arena
 from poros_runtimes.streamed.streams import own_stream
 
-__all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "make_lane"]
+__all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "copy_pieces", "make_lane", "parts"]
 
 POISON = 0xFF
 """Every byte of poisoned memory: NaN in bf16, fp16, fp32 and fp64, and an absurd quantised code."""
@@ -130,6 +130,38 @@ class CudaLane:
     def record(self) -> Event:
         """Record an event on the current stream; see ``Lane``."""
         return cast(Event, torch.cuda.current_stream(self._device).record_event())
+
+
+def parts(
+    flat: torch.Tensor, pieces: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield stretches of a flat tensor, and the pieces that each stands in by turns, cut to the
+    stretch where it ends before they do."""
+    at = 0
+    for piece in pieces:
+        part = flat[at : at + piece.numel()]
+        if part.numel():
+            yield part, piece[: part.numel()]
+        at += piece.numel()
+
+
+def copy_pieces(
+    lane: Lane,
+    moves: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    after: Iterable[Event],
+    poison: bool,
+) -> Event:
+    """Copy from the second to the first of each of several pairs; see ``Lane.copy``.
+
+    Returns:
+        The event that all of them are done.
+    """
+    (target, source), *others = moves
+    event = lane.copy(target, source, after=after, poison=poison)
+    for target, source in others:
+        event = lane.copy(target, source, after=(), poison=poison)
+    return event
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -96,7 +96,7 @@ class Units:
         self._first = FirstSteps(plan.model, plan.device, optimizer_steps=steps)
         if settings.copy_ahead:
             self.window.ahead = Ahead(
-                IdleMemory(plan.device),
+                lambda most: IdleMemory(plan.device, most=most),
                 lane=make_lane(plan.device),
                 nbytes=max(self.sizes.layers, default=0),
                 poison=settings.poison,

@@ -13,7 +13,7 @@ from poros_core.host_store import UnitImage
 from poros_core.protocols import TensorRef
 from poros_core.schedule import Region, fetches
 from poros_runtimes.streamed.ahead import Ahead
-from poros_runtimes.streamed.lane import POISON, Event, Lane
+from poros_runtimes.streamed.lane import POISON, Event, Lane, copy_pieces, parts
 
 __all__ = ["Residency", "Window"]
 
@@ -313,13 +313,13 @@ class Window:
         if any(other.users for other in others):
             raise StateError(_HELD)
         waiting = None if self.ahead is None else self.ahead.take(unit)
-        source, there = waiting or (place.image.bytes_for_copy(), None)
-        source = source[: place.region.size]
+        pieces, there = waiting or ([place.image.bytes_for_copy()], None)
         events = [place.event, there, *(other.event for other in others)]
         if place.beyond:
             events.append(self._last)
         after = [event for event in events if event is not None]
-        place.event = self._lane.copy(place.memory, source, after=after, poison=self._poison)
+        moves = list(parts(place.memory, pieces))
+        place.event = copy_pieces(self._lane, moves, after=after, poison=self._poison)
         for other in others:
             other.event = None
             if other.state is not Residency.HOST:

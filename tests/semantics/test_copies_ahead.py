@@ -35,7 +35,7 @@ class Lent:
     more = 2
     made: ClassVar[list[Lent]] = []
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, most: int) -> None:
         self.out: list[weakref.ref[Any]] = []
         self.times = 0
         Lent.made.append(self)
@@ -121,6 +121,35 @@ def test_the_bits_are_the_same(
     arm = both(several)
     window = handle_of(arm).units.window
     assert window.ahead.copies > 0
+
+
+@pytest.mark.parametrize("count", [2, 7, 40])
+@pytest.mark.parametrize("piece", [1 << 12, 10_000])
+def test_in_pieces(monkeypatch: pytest.MonkeyPatch, piece: int, count: int) -> None:
+    """A unit waits in as many as it takes, and what makes no whole unit is given back too."""
+    sizes: set[int] = set()
+    borrow = Lent.borrow
+
+    def noted(self: Lent, nbytes: int, **kwargs: Any) -> list[torch.Tensor]:
+        sizes.add(nbytes)
+        return borrow(self, nbytes, **kwargs)
+
+    monkeypatch.setattr(Lent, "borrow", noted)
+    monkeypatch.setattr(Lent, "count", count)
+    monkeypatch.setattr(ahead, "_PIECE", piece)
+    monkeypatch.setattr(units, "make_lane", lambda device: LateLane())
+    arm = both(several)
+    window = handle_of(arm).units.window
+    largest = max(handle_of(arm).units.sizes.layers)
+    pieces = -(-largest // piece)
+    assert pieces > 1
+    (size,) = sizes
+    assert largest <= pieces * size < largest + pieces * 512
+    assert size < piece + 512
+    assert window.ahead.copies > 0 or count + Lent.more < pieces
+    assert Lent.made[0].there
+    poros.unprepare(arm.model)
+    assert not Lent.made[0].there
 
 
 @pytest.mark.parametrize(
@@ -416,7 +445,7 @@ def test_what_will_be_missing_first_is_wanted(
     layer = min(layer, layers)
     upcoming = upcoming_backward(layer, lowest=0, layers=layers)
     present = set(range(layer, min(layers, layer + slots)))
-    waiting = Ahead(Several(berths), lane=HostLane(), nbytes=1, poison=False)
+    waiting = Ahead(lambda most: Several(berths), lane=HostLane(), nbytes=1, poison=False)
     waiting.begin_forward(1, outstanding=False)
     waiting.start()
     waiting.fetch(
@@ -456,7 +485,7 @@ def idle() -> torch.device:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_only_idle_memory_is_borrowed(idle: torch.device) -> None:
     reserved = torch.cuda.memory_reserved(idle)
-    memory = IdleMemory(idle)
+    memory = IdleMemory(idle, most=16)
     borrowed = memory.borrow(SIZE, tokens=1)
     assert len(borrowed) == int(ahead._SHARE * 12)
     assert torch.cuda.memory_reserved(idle) == reserved
@@ -472,7 +501,7 @@ def test_only_idle_memory_is_borrowed(idle: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_less_is_borrowed_once_more_had_to_be_reserved(idle: torch.device) -> None:
-    memory = IdleMemory(idle)
+    memory = IdleMemory(idle, most=16)
     borrowed = memory.borrow(SIZE, tokens=1)
     more = torch.empty(12 * SIZE, dtype=torch.uint8, device=idle)
     del borrowed, more
@@ -488,7 +517,7 @@ def test_less_is_borrowed_once_more_had_to_be_reserved(idle: torch.device) -> No
 def test_what_is_idle_is_looked_up_for_each_length_and_when_more_is_reserved(
     idle: torch.device,
 ) -> None:
-    memory = IdleMemory(idle)
+    memory = IdleMemory(idle, most=16)
     held = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(2)]
     assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 6)
     del held
@@ -509,7 +538,7 @@ def test_what_could_not_be_reserved_again_is_not_lent(idle: torch.device) -> Non
     try:
         for spare, count in ((0, 0), (3 * SIZE, 3)):
             torch.cuda.set_per_process_memory_fraction((reserved + spare + SIZE // 2) / total)
-            memory = IdleMemory(idle)
+            memory = IdleMemory(idle, most=16)
             borrowed = memory.borrow(SIZE, tokens=1)
             assert len(borrowed) == count
             assert not memory.borrow(SIZE, tokens=1, after=True)
@@ -521,7 +550,7 @@ def test_what_could_not_be_reserved_again_is_not_lent(idle: torch.device) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_is_borrowed_after_a_backward(idle: torch.device) -> None:
-    memory = IdleMemory(idle)
+    memory = IdleMemory(idle, most=16)
     borrowed = memory.borrow(SIZE, tokens=1)
     left = 12 - len(borrowed)
     more = memory.borrow(SIZE, tokens=1, after=True)
@@ -539,7 +568,7 @@ def test_more_is_borrowed_after_a_backward(idle: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_a_graph_reserves_does_not_count(idle: torch.device) -> None:
-    memory = IdleMemory(idle)
+    memory = IdleMemory(idle, most=16)
     memory.borrow(SIZE, tokens=1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
