@@ -14,15 +14,13 @@ memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from poros_core.host_store import ALIGNMENT, HostStore
+from poros_core.host_store import HostStore
 from poros_core.plan import BlockPlan
-from poros_core.schedule import Region, upcoming_backward, upcoming_forward
-from poros_core.scratch import register
+from poros_core.schedule import upcoming_backward, upcoming_forward
 from poros_core.settings import Settings
 from poros_core.workspaces import drop_workspaces
 from poros_runtimes.streamed.activations import HostActivations
@@ -36,15 +34,12 @@ from poros_runtimes.streamed.executor import EagerExecutor, Executor
 from poros_runtimes.streamed.first_steps import FirstSteps
 from poros_runtimes.streamed.graphs import GraphExecutor
 from poros_runtimes.streamed.lane import make_lane
+from poros_runtimes.streamed.lending import ArenaLender
 from poros_runtimes.streamed.residency import Residency
 from poros_runtimes.streamed.unit_memory import UnitMemory
 from poros_runtimes.streamed.unit_sizes import UnitSizes
 
 __all__ = ["Units"]
-
-_STATE = 2
-"""Tensors that an optimizer keeps for each parameter, as Adam does. State that is larger than the
-arena lies beside it in every step but the first, when it came while the arena stood aside."""
 
 
 class Units:
@@ -101,7 +96,6 @@ class Units:
                 nbytes=max(self.sizes.layers, default=0),
                 poison=settings.poison,
             )
-        self._reclaim: Callable[[], None] | None = None
         self.eager = EagerExecutor()
         self.graphs: GraphExecutor | None = None
         self._capturer: CudaCapturer | None = None
@@ -122,7 +116,14 @@ class Units:
             )
             if self._residency is not None:
                 self._residency.counts(self.graphs)
-        register(self)
+        self.lender = ArenaLender(
+            self.memory,
+            plan.model,
+            device=plan.device,
+            budget=budget,
+            unused=self._unused,
+            moved=self._capture_in,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +197,7 @@ class Units:
         """
         self._end_ahead()
         if self._head is not None and not self._head_bound:
-            self._have_arena()
+            self.lender.have()
             if self.shared and not self.memory.shareable and self._capturer is not None:
                 self._capturer.settle()  # what an exception kept alive there may be gone
             if self.shared and not self.memory.shareable:
@@ -277,7 +278,7 @@ class Units:
 
     def _make_room(self) -> None:
         """See that layers can run: the head is not where they compute."""
-        self._have_arena()
+        self.lender.have()
         if not self.shared:
             if self._head_bound and not any(token.head for token in self._tokens):
                 self.park_head()
@@ -303,28 +304,7 @@ class Units:
         if ahead is not None and last and not graph_is_retained():
             ahead.extend()
 
-    def _state_comes(self) -> None:
-        """An optimizer's state comes to the device for its step: make room."""
-        if self._residency is not None:
-            self._residency.budget.state_elsewhere()
-        if self.window.ahead is not None:
-            self.window.ahead.cut_short()
-
     # -- the arena -----------------------------------------------------------------------------
-
-    def _have_arena(self) -> None:
-        """See that nobody else has the arena."""
-        if self._reclaim is not None:
-            self._reclaim()
-        if self.memory.arena is None:
-            self._rebuild()
-
-    @torch.inference_mode(False)
-    def _rebuild(self) -> None:
-        if self._on_cuda and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.empty_cache()  # the arena's pool cannot use what others left
-        self.memory.rebuild()
-        self._capture_in(self.memory.arena)
 
     def _capture_in(self, arena: Arena | None) -> None:
         """Drop all graphs, since units move, and capture new ones in ``arena``."""
@@ -342,51 +322,16 @@ class Units:
     def _move_head(self) -> None:
         self.memory.move_head("a graph left a tensor in the arena")
 
-    @property
-    def _idle(self) -> bool:
-        """Whether the arena is as it was made, and nobody needs it before the next forward."""
+    def _unused(self) -> bool:
+        """Park a head that only an evaluation had, and say whether nothing of the arena is needed
+        before the next forward."""
         if self._head_bound and not self.outstanding:
             self.park_head()
-        return (
-            self.shared
-            and self.memory.shareable
-            and self._reclaim is None
-            and not self._head_bound
-            and not self.outstanding
-        )
-
-    def lend(self, nbytes: int, reclaim: Callable[[], None]) -> torch.Tensor | None:
-        """Lend the end of the arena; see ``Lender``."""
-        self._state_comes()
-        start = (self.window.arena.nbytes - nbytes) // ALIGNMENT * ALIGNMENT
-        if not self._idle or start < 0 or not self.window.clear(Region(start, nbytes)):
-            return None
-        self._reclaim = reclaim
-        return self.window.arena[start : start + nbytes]
-
-    def take_back(self) -> None:
-        """The borrower is done; see ``Lender``."""
-        self._reclaim = None
-        self.window.written()
-
-    def stand_aside(self) -> None:
-        """Free the arena until the next forward; see ``Lender``."""
-        self._state_comes()
-        if not self._idle or not self.window.clear(Region(0, self.window.arena.nbytes)):
-            return
-        trained = sum(p.nbytes for p in self._plan.model.parameters() if p.requires_grad)
-        if self._residency is not None and _STATE * trained > self.window.arena.nbytes:
-            self._residency.budget.state_elsewhere(aside=self.window.arena.nbytes)
-        self.window.drop()
-        self._capture_in(None)
-        self.memory.arena = None
-        if self._on_cuda:
-            torch.cuda.empty_cache()
+        return not self._head_bound and not self.outstanding
 
     def close(self) -> None:
         """Park everything, and let the device finish."""
-        if self._reclaim is not None:
-            self._reclaim()
+        self.lender.reclaim()
         self._end_ahead()
         for unit in self._plan.units():
             unit.keep_parameters()

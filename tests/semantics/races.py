@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 from poros_runtimes.streamed import units as units_module
 from poros_runtimes.streamed.arena import Arena
 from poros_runtimes.streamed.lane import POISON
+from poros_runtimes.streamed.lending import ArenaLender
 from poros_runtimes.streamed.units import Units
 from poros_runtimes.streamed.window import Window
 
@@ -150,26 +151,26 @@ def watch(monkeypatch: pytest.MonkeyPatch, *, graphs: bool = True) -> list[LateL
             _lane(units.window).use(rest)
         layer_release(units, layer, backward=backward)
 
-    lend, take_back = Units.lend, Units.take_back
+    lend, take_back = ArenaLender.lend, ArenaLender.take_back
 
-    def watched_lend(units: Units, nbytes: int, reclaim: Any) -> torch.Tensor | None:
-        memory = lend(units, nbytes, reclaim)
+    def watched_lend(lender: ArenaLender, nbytes: int, reclaim: Any) -> torch.Tensor | None:
+        memory = lend(lender, nbytes, reclaim)
         if memory is not None:
-            _lane(units.window).check(Span.of(memory))
-            units.__dict__["lent"] = Span.of(memory)
+            _lane(lender._memory.window).check(Span.of(memory))
+            lender.__dict__["span"] = Span.of(memory)
         return memory
 
-    def watched_take_back(units: Units) -> None:
-        _lane(units.window).use(units.__dict__["lent"])
-        take_back(units)
+    def watched_take_back(lender: ArenaLender) -> None:
+        _lane(lender._memory.window).use(lender.__dict__["span"])
+        take_back(lender)
 
     monkeypatch.setattr(units_module, "make_lane", make)
     monkeypatch.setattr(Window, "acquire", watched_acquire)
     monkeypatch.setattr(Window, "release", watched_release)
     monkeypatch.setattr(Units, "acquire", watched_layer_acquire)
     monkeypatch.setattr(Units, "release", watched_layer_release)
-    monkeypatch.setattr(Units, "lend", watched_lend)
-    monkeypatch.setattr(Units, "take_back", watched_take_back)
+    monkeypatch.setattr(ArenaLender, "lend", watched_lend)
+    monkeypatch.setattr(ArenaLender, "take_back", watched_take_back)
     return lanes
 
 

@@ -140,12 +140,12 @@ def test_memory_lent_to_an_optimizer_that_is_gone_comes_back(
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
         if arm.streamed:
-            assert units_of(arm)._reclaim is not None, "the state stands in the arena"
+            assert units_of(arm).lender.lent, "the state stands in the arena"
         del optimizer
         arm.model.zero_grad()
         arm.train(batches(1, seed=1))
         if arm.streamed:
-            assert units_of(arm)._reclaim is None
+            assert not units_of(arm).lender.lent
 
     twins(script, LARGE, sizes=("all",))
 
