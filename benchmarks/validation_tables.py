@@ -40,13 +40,16 @@ MODES: dict[str, tuple[Any, Callable[[Any], str]]] = {
 """Settings that make a mode: the usual value, and how another one is told."""
 HOSTS = {"pageable": "pageable memory", "mmap": "files (mmap)"}
 WEIGHTS = {"rolled": "layers' weights rolled copies"}
+UNTOLD = {"host": None, "weights": None}
+"""What else says nothing: a base that ``poros.load`` did not place, a checkpoint of the user's."""
+RANK = 16
 RUNS: dict[str, tuple[Any, Callable[[Any], str]]] = {
     "block_size": (1, lambda value: f"block size {value}"),
     "vram_budget": (None, lambda value: f"budget {_amount(value)}"),
     "optimizer_state": ("device", lambda value: f"optimizer state on the {value}"),
     "offload_activations": (False, lambda value: "activations on the host"),
     "copy_ahead": (False, lambda value: "copies ahead"),
-    "host": ("pinned", lambda value: f"base in {HOSTS[value]}"),
+    "host": ("pinned", lambda value: f"base in {HOSTS.get(value, value)}"),
     "runtime": ("streamed", lambda value: f"runtime {value}"),
     "poison": (False, lambda value: "vacated memory poisoned"),
     "backward": ("each", lambda value: f"backward: {value}"),
@@ -90,7 +93,7 @@ def page(records: Mapping[str, Record]) -> str:
             "Modes",
             "The same with other kernels. *Not deterministic* means that two resident runs, which "
             "Poros does not touch, differ from each other: then nothing is claimed.",
-            ("mode", "model", "verdict", "where resident runs differ", "record"),
+            ("mode", "model", "run", "verdict", "where resident runs differ", "record"),
             [_mode_row(n, r) for n, r in records.items() if r["kind"] == PARITY and _mode(r)],
         ),
         section(
@@ -160,7 +163,14 @@ def _parity(name: str, record: Record) -> list[str]:
 def _mode_row(name: str, record: Record) -> list[str]:
     found = None if record["control"] is None else record["control"]["first_divergence"]
     where = "-" if found is None else f"{SURFACES[found['surface']]}, step {found['step']}"
-    return [", ".join(_mode(record)), _model(record), _verdict(record), where, _link(name)]
+    return [
+        ", ".join(_mode(record)),
+        _model(record),
+        _run(record),
+        _verdict(record),
+        where,
+        _link(name),
+    ]
 
 
 def _loop(name: str, record: Record) -> list[str]:
@@ -222,7 +232,7 @@ def _unusual(
     return [
         told(settings[name])
         for name, (usual, told) in known.items()
-        if settings.get(name, usual) != usual
+        if settings.get(name, usual) not in (usual, UNTOLD.get(name, usual))
     ]
 
 
@@ -242,6 +252,8 @@ def _run(record: Record) -> str:
     parts = [f"{record.get('steps_compared', record['steps'])} steps"]
     size = f"{record['batch']} x {record['seq_len']} tokens"
     parts.append(f"{record['accumulate']} x {size}" if record["accumulate"] > 1 else size)
+    if record["rank"] != RANK:
+        parts.append(f"rank {record['rank']}")
     if record["dropout"]:
         parts.append(f"dropout {record['dropout']}")
     if record.get("loader") == "standard":

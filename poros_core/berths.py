@@ -3,7 +3,7 @@
 [Note: Berths]
 A berth is the stretch that a unit will stand in, page-locked if it is to be. Threads make them from
 the skeleton of a model whose weights are still to come, in the order in which they will be needed,
-so that page-locking, which takes as long as reading, does not wait for it. A weight that was
+so that making memory, which takes as long as reading, does not wait for it. A weight that was
 quantised on the device is copied straight to its place, in the order in which weights come. A large
 tensor that is likely to be what the checkpoint holds under the same name, such as an embedding
 table, is read from the file as soon as its berth is there; it stands there for good if the loaded

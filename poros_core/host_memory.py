@@ -144,8 +144,8 @@ class HostBuffer:
             PrepareError: it cannot be page-locked.
         """
         if self._lock_later:
-            self._lock_later = False
             self._lock()
+            self._lock_later = False
 
     def _lock(self) -> None:
         unlock = lock(self.bytes.data_ptr(), self.bytes.numel(), self.device)

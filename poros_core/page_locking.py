@@ -19,6 +19,7 @@ import ctypes
 import functools
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,8 +42,27 @@ _PIECE = 32 << 20
 threads of its own for them."""
 _THREADS = 8
 _LARGE = 1 << 30
-"""Bytes of a stretch that several threads make. Smaller ones are many, and each is made by a thread
-of its own already; threads that only start would wait for one another to map their stacks."""
+"""Bytes from which several threads make a stretch whether or not others are being made."""
+
+
+class _Making:
+    """Counts the stretches that are being made; entered, tells how many others there are."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> int:
+        with self._lock:
+            self._count += 1
+            return self._count - 1
+
+    def __exit__(self, *args: object) -> None:
+        with self._lock:
+            self._count -= 1
+
+
+_making = _Making()
 
 
 def makers() -> int:
@@ -70,12 +90,15 @@ def populate(pointer: int, nbytes: int) -> None:
         return
     memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), dtype=torch.uint8)
     pieces = [memory[at : at + _PIECE : mmap.PAGESIZE] for at in range(0, nbytes, _PIECE)]
-    if nbytes < _LARGE:
-        for piece in pieces:
-            piece.zero_()
-        return
-    with ThreadPoolExecutor(makers(), thread_name_prefix="poros-populate") as pool:
-        list(pool.map(torch.Tensor.zero_, pieces))
+    with _making as others:
+        # those that make other stretches are enough: threads that only start, many at a time,
+        # wait for one another to map their stacks
+        if len(pieces) <= makers() or (others and nbytes < _LARGE):
+            for piece in pieces:
+                piece.zero_()
+            return
+        with ThreadPoolExecutor(makers(), thread_name_prefix="poros-populate") as pool:
+            list(pool.map(torch.Tensor.zero_, pieces))
 
 
 def lock(pointer: int, nbytes: int, device: torch.device) -> Callable[[], None]:

@@ -8,7 +8,7 @@ data and quantisation state back, so that one unquantised weight at a time is on
 
 The stages overlap. What is quantised is quantised ahead where that can be told
 ([Note: Quantising ahead] in ``quantise_ahead``). Weights are read ahead
-([Note: Reading weights ahead] in ``weight_reader``), memory for the results is page-locked ahead
+([Note: Reading weights ahead] in ``weight_reader``), memory for the results is made ahead
 ([Note: Berths] in ``poros_core.berths``), and copies, quantising and copying back are queued on one
 stream, which is awaited once, at the end. What Transformers hands over is a view of a mapped file
 that nobody has looked at; if it is exactly a tensor of the checkpoint, the bytes that were read

@@ -252,10 +252,34 @@ class TestPageLocking:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert memory[:4] == b"base"
 
-    @pytest.mark.parametrize("large", [1 << 30, 1 << 20])
-    def test_all_of_a_stretch_is_made(self, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    @pytest.mark.parametrize(
+        ("large", "cores", "others", "several"),
+        [
+            (1 << 30, 16, 0, False),
+            (1 << 30, 6, 0, True),
+            (1 << 30, 6, 1, False),
+            (1 << 20, 6, 1, True),
+        ],
+    )
+    def test_all_of_a_stretch_is_made(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        large: int,
+        cores: int,
+        others: int,
+        several: bool,
+    ) -> None:
+        """By several threads if it has more pieces than there would be, and nobody else makes any,
+        or if it is large."""
+        pools: list[int] = []
+
+        def pool(count: int, **kwargs: Any) -> ThreadPoolExecutor:
+            pools.append(count)
+            return ThreadPoolExecutor(count, **kwargs)
+
+        monkeypatch.setattr(page_locking, "ThreadPoolExecutor", pool)
         monkeypatch.setattr(page_locking, "_LARGE", large)
-        monkeypatch.setattr(os, "cpu_count", lambda: 16)
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
         monkeypatch.setattr(page_locking, "_PIECE", 1 << 20)
         nbytes = (7 << 20) + 5
         memory = page_locking.lockable_memory(nbytes)
@@ -269,8 +293,13 @@ class TestPageLocking:
             return sum(page & 1 for page in made)
 
         assert count() == 0
-        page_locking.populate(address, nbytes)
+        with contextlib.ExitStack() as making:
+            for _ in range(others):
+                making.enter_context(page_locking._making)
+            page_locking.populate(address, nbytes)
         assert count() == pages
+        assert bool(pools) is several
+        assert page_locking._making._count == 0
 
     @pytest.fixture
     def locked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -299,6 +328,22 @@ class TestPageLocking:
             elsewhere.lock()
             assert not elsewhere.locked
         assert locked == [8192, 4096]
+
+    def test_locking_that_failed_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        left = [PrepareError("cannot be page-locked")]
+
+        def lock(pointer: int, nbytes: int, device: torch.device) -> Any:
+            if left:
+                raise left.pop()
+            return list
+
+        monkeypatch.setattr(host_memory, "lock", lock)
+        buffer = HostBuffer(8192, device=GPU, later=True)
+        with pytest.raises(PrepareError):
+            buffer.lock()
+        assert not buffer.locked
+        buffer.lock()
+        assert buffer.locked
 
     def test_a_berth_is_locked_when_something_lands(self, locked: list[int]) -> None:
         with Berths(QWEN2, GPU, locked=True) as berths:

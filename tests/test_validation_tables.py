@@ -89,12 +89,22 @@ def test_a_run_tells_every_setting_that_is_not_the_usual_one(
     for name, found in record["settings"].items():
         other = copy.deepcopy(record)
         other["settings"][name] = 17_000_000_000 if name == "vram_budget" else not found
-        if name == "host":
-            other["settings"][name] = "mmap"
+        if name in ("host", "weights"):
+            assert (
+                tables.page({"a.json": {**record, "settings": {**record["settings"], name: None}}})
+                == usual
+            )
+            other["settings"][name] = "mmap" if name == "host" else "rolled"
         elif name == "block_size":  # it stands at the top
             other[name] = 2
         assert tables.page({"a.json": other}) != usual, name
-    assert tables.page({"a.json": {**record, "loader": "standard"}}) != usual
+        in_a_mode = copy.deepcopy(other)
+        in_a_mode["settings"]["tf32"] = True
+        mode = {**record, "settings": {**record["settings"], "tf32": True}}
+        if name != "tf32":
+            assert tables.page({"a.json": in_a_mode}) != tables.page({"a.json": mode}), name
+    for change in ({"loader": "standard"}, {"rank": 64}):
+        assert tables.page({"a.json": {**record, **change}}) != usual
     budget = {**record, "settings": {**record["settings"], "vram_budget": 17_000_000_000}}
     [row] = rows(tables.page({"a.json": budget}), "a.json")
     assert row[1] == "50 steps, 1 x 512 tokens, dropout 0.1, budget 17 GB"
@@ -107,9 +117,10 @@ def test_a_mode_that_is_not_deterministic(tables: Any, record: dict[str, Any]) -
     text = tables.page({"mode.json": record})
     assert "1 records: 1 not-deterministic." in text
     [row] = rows(text, "mode.json")
-    assert row[:4] == [
+    assert row[:5] == [
         "deterministic kernels off, attention: flash only",
         "qwen2 7b NF4",
+        "50 steps, 1 x 512 tokens, dropout 0.1",
         "not-deterministic",
         "gradient norms, step 3",
     ]

@@ -31,7 +31,7 @@ from attrs import define, field
 from poros_core.host_store import UnitImage
 from poros_core.log import get_logger
 from poros_runtimes.streamed.arena import not_filled
-from poros_runtimes.streamed.lane import Event, Lane, copy_pieces, parts
+from poros_runtimes.streamed.lane import Event, Lane, parts
 
 __all__ = ["Ahead", "IdleMemory", "Memory"]
 
@@ -43,7 +43,7 @@ for what it needs and a forward does not, such as gradients."""
 _SHARE_AFTER = 0.9
 """The same when the backward is behind: the rest is for what an optimizer computes with."""
 _LESS = 0.75
-"""What the number of pieces is multiplied by when it was too much."""
+"""What the number of units is multiplied by when it was too much."""
 _MOST = 16
 """Units that are borrowed for at most."""
 _PIECE = 32 << 20
@@ -58,11 +58,14 @@ _SMALL = 1 << 20
 class Memory(Protocol):
     """Where memory is borrowed."""
 
-    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
-        """Return flat uint8 tensors of so many bytes each, as many as can be spared.
+    def borrow(
+        self, nbytes: int, *, each: int, tokens: int, after: bool = False
+    ) -> list[list[torch.Tensor]]:
+        """Return flat uint8 tensors of so many bytes each, as many sets as can be spared.
 
         Args:
-            nbytes: of each, the same in every call.
+            nbytes: of each tensor, the same in every call.
+            each: how many make a set.
             tokens: of the forward whose backward starts.
             after: whether that backward is behind.
         """
@@ -76,24 +79,20 @@ class Memory(Protocol):
 class IdleMemory:
     """What the CUDA caching allocator has reserved and not given out; see [Note: Copies ahead]."""
 
-    def __init__(self, device: torch.device, *, most: int) -> None:
-        """Borrow nothing yet.
-
-        Args:
-            device: whose memory.
-            most: tensors that are borrowed at once at most.
-        """
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cap = most
+        self._cap = _MOST
         self._most: dict[tuple[bool, int], int] = {}
         self._reserved = self._pool = self._lent = 0
 
-    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
+    def borrow(
+        self, nbytes: int, *, each: int, tokens: int, after: bool = False
+    ) -> list[list[torch.Tensor]]:
         """Borrow what is idle; see ``Memory``. A CPU's memory is nobody's to lend, and what is
         small is not kept with what is large."""
         if self._device.type != "cuda" or nbytes <= _SMALL:
             return []
-        reserved = torch.cuda.memory_reserved(self._device)
+        reserved = self._reserved_now()
         if self._lent and reserved > self._reserved:
             return []  # what is out may be why: ``returned`` looks
         if reserved != self._reserved:
@@ -103,27 +102,37 @@ class IdleMemory:
             segments = self._segments()
             self._pool = sum(segment["total_size"] for segment in segments)
             share = _SHARE_AFTER if after else _SHARE
-            self._most[after, tokens] = int(share * self._fitting(segments, nbytes))
+            self._most[after, tokens] = int(share * self._fitting(segments, nbytes)) // each
         # a longer forward may come before it is given back, and has less to spare
         most = min(fit for (when, n), fit in self._most.items() if when == after and n >= tokens)
-        most = min(most, self._cap - self._lent, self._room(reserved) // nbytes - self._lent)
-        borrowed: list[torch.Tensor] = []
+        room = self._room(reserved) // (each * nbytes)
+        most = min(most, self._cap - self._lent, room - self._lent)
+        borrowed: list[list[torch.Tensor]] = []
         for _ in range(most):
             with not_filled():
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            if torch.cuda.memory_reserved(self._device) > reserved:
-                del memory
+                tensors = [
+                    torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(each)
+                ]
+            if self._reserved_now() > reserved:
+                del tensors
                 self._borrow_less(than=self._lent + len(borrowed) + 1)
                 break
-            borrowed.append(memory)
+            borrowed.append(tensors)
         self._lent += len(borrowed)
         return borrowed
+
+    def _reserved_now(self) -> int:
+        """Return the bytes that the allocator has reserved, without the flattening and sorting of
+        all figures that ``torch.cuda.memory_reserved`` does."""
+        cuda: Any = torch.cuda
+        figures = cuda.memory_stats_as_nested_dict(self._device)
+        return int(figures["reserved_bytes"]["all"]["current"]) if figures else 0
 
     def returned(self) -> None:
         """Borrow less in future if others had to reserve memory like that meanwhile. Small tensors
         and graphs have memory of their own, which does not count."""
         lent, self._lent = self._lent, 0
-        if not lent or torch.cuda.memory_reserved(self._device) <= self._reserved:
+        if not lent or self._reserved_now() <= self._reserved:
             return
         if sum(segment["total_size"] for segment in self._segments()) > self._pool:
             self._borrow_less(than=lent)
@@ -131,7 +140,7 @@ class IdleMemory:
     def _borrow_less(self, *, than: int) -> None:
         self._cap = int(_LESS * than)
         self._most.clear()
-        _log.info("copies_ahead_reduced", pieces=self._cap)
+        _log.info("copies_ahead_reduced", units=self._cap)
         torch.cuda.empty_cache()
 
     def _room(self, reserved: int) -> int:
@@ -184,13 +193,11 @@ class Ahead:
         copies: how many units these were.
     """
 
-    def __init__(
-        self, memory: Callable[[int], Memory], *, lane: Lane, nbytes: int, poison: bool
-    ) -> None:
+    def __init__(self, memory: Memory, *, lane: Lane, nbytes: int, poison: bool) -> None:
         """Borrow nothing yet.
 
         Args:
-            memory: where to borrow, given how many tensors are borrowed at most.
+            memory: where to borrow.
             lane: brings units from the host; its own, so that they need not wait behind slots.
             nbytes: of the largest unit.
             poison: fill memory with 0xFF before each copy.
@@ -199,14 +206,13 @@ class Ahead:
         self.copies = 0
         self._count = max(1, -(-nbytes // _PIECE))
         self._piece = -(-nbytes // (self._count * _ALIGNMENT)) * _ALIGNMENT
-        self._memory = memory(_MOST * self._count)
+        self._memory = memory
         self._lane = lane
         self._poison = poison
         self._length = self._longest = 0
         self._started = False
         self._behind = self._in_vain = 0
         self._berths: list[_Berth] = []
-        self._spare: list[torch.Tensor] = []  # pieces that make no whole unit
         self._drained = weakref.finalize(self, _drain, self._berths, lane)
         self._drained.atexit = False
 
@@ -232,7 +238,7 @@ class Ahead:
         """The last loss is behind: borrow memory, if there is none yet. Kernels issued so far may
         still use it."""
         self._longest = max(self._longest, self._length)
-        if not self._berths and not self._spare:
+        if not self._berths:
             self._borrow(after=False)
         self._started = True
 
@@ -245,13 +251,12 @@ class Ahead:
         self._started = False
 
     def _borrow(self, *, after: bool) -> None:
-        if not self._piece or not self._length:
-            return
-        self._spare += self._memory.borrow(self._piece, tokens=self._length, after=after)
-        now = self._lane.record()
-        while len(self._spare) >= self._count:
-            self._berths.append(_Berth(self._spare[: self._count], now))
-            del self._spare[: self._count]
+        if self._piece and self._length:
+            memory = self._memory.borrow(
+                self._piece, each=self._count, tokens=self._length, after=after
+            )
+            now = self._lane.record()
+            self._berths.extend(_Berth(pieces, now) for pieces in memory)
 
     def cut_short(self) -> None:
         """Give the memory back although no forward came: others need it."""
@@ -261,8 +266,7 @@ class Ahead:
     def end(self) -> None:
         """Give the memory back: kernels issued from here on may use it."""
         self._started = False
-        if self._berths or self._spare:
-            self._spare.clear()
+        if self._berths:
             _drain(self._berths, self._lane)
             self._memory.returned()
 
@@ -318,20 +322,18 @@ class Ahead:
     def _copy(self, berth: _Berth, unit: int, image: UnitImage) -> None:
         events = [berth.free, *([] if berth.there is None else [berth.there])]
         berth.unit = None
-        berth.there = copy_pieces(
-            self._lane,
-            [(into, part) for part, into in parts(image.bytes_for_copy(), berth.pieces)],
-            after=events,
-            poison=self._poison,
-        )
+        for part, into in parts(image.bytes_for_copy(), berth.pieces):
+            berth.there = self._lane.copy(into, part, after=events, poison=self._poison)
+            events = []
+        assert berth.there is not None
         image.copied(berth.there)
         berth.unit = unit
         self.copies += 1
         self.bytes_copied += image.nbytes
 
     def take(self, unit: int) -> tuple[list[torch.Tensor], Event] | None:
-        """Return what a unit's bytes are in, piece by piece, the last of which may be longer, and
-        the event that they are there; None if it does not wait. ``taken`` must follow."""
+        """Return the pieces that a unit's bytes stand in, and the event that they are there; None
+        if it does not wait. A smaller unit does not fill them. ``taken`` must follow."""
         for berth in self._berths:
             if berth.unit == unit:
                 assert berth.there is not None

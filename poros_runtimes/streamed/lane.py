@@ -7,7 +7,7 @@ it is done when the call returns, and an event is a value that says nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from poros_runtimes.streamed.arena import Arena
 from poros_runtimes.streamed.streams import own_stream
 
-__all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "copy_pieces", "make_lane", "parts"]
+__all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "make_lane", "parts"]
 
 POISON = 0xFF
 """Every byte of poisoned memory: NaN in bf16, fp16, fp32 and fp64, and an absurd quantised code."""
@@ -143,25 +143,6 @@ def parts(
         if part.numel():
             yield part, piece[: part.numel()]
         at += piece.numel()
-
-
-def copy_pieces(
-    lane: Lane,
-    moves: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    *,
-    after: Iterable[Event],
-    poison: bool,
-) -> Event:
-    """Copy from the second to the first of each of several pairs; see ``Lane.copy``.
-
-    Returns:
-        The event that all of them are done.
-    """
-    (target, source), *others = moves
-    event = lane.copy(target, source, after=after, poison=poison)
-    for target, source in others:
-        event = lane.copy(target, source, after=(), poison=poison)
-    return event
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -40,16 +40,16 @@ class ArenaLender:
 
         Args:
             memory: has the arena.
-            model: the parameters that are trained are its.
+            model: an optimizer may keep state for what is trained of it.
             device: where the arena is.
             budget: must know of state that is elsewhere; None for none.
             unused: a method that sees to it that neither head nor layers are needed before the
                 next forward, and says whether that is so.
-            moved: a method that is told of another arena, and of None while there is none. Whose
-                they are is not kept alive.
+            moved: a method that is told of another arena, and of None while there is none. Neither
+                the model nor whose methods they are is kept alive.
         """
         self._memory = memory
-        self._model = model
+        self._model = weakref.ref(model)
         self._device = device
         self._budget = budget
         self._unused = weakref.WeakMethod(unused)
@@ -126,11 +126,15 @@ class ArenaLender:
         whole = window.arena.nbytes
         if not self._idle() or not window.clear(Region(0, whole)):
             return
-        trained = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
-        if self._budget is not None and _STATE * trained > whole:
+        if self._budget is not None and _STATE * self._trained_bytes() > whole:
             self._budget.state_elsewhere(aside=whole)
         window.drop()
         self._moved(None)
         self._memory.arena = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _trained_bytes(self) -> int:
+        model = self._model()
+        params = () if model is None else model.parameters()
+        return sum(param.nbytes for param in params if param.requires_grad)

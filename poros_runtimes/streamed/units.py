@@ -91,7 +91,7 @@ class Units:
         self._first = FirstSteps(plan.model, plan.device, optimizer_steps=steps)
         if settings.copy_ahead:
             self.window.ahead = Ahead(
-                lambda most: IdleMemory(plan.device, most=most),
+                IdleMemory(plan.device),
                 lane=make_lane(plan.device),
                 nbytes=max(self.sizes.layers, default=0),
                 poison=settings.poison,

@@ -13,7 +13,7 @@ from poros_core.host_store import UnitImage
 from poros_core.protocols import TensorRef
 from poros_core.schedule import Region, fetches
 from poros_runtimes.streamed.ahead import Ahead
-from poros_runtimes.streamed.lane import POISON, Event, Lane, copy_pieces, parts
+from poros_runtimes.streamed.lane import POISON, Event, Lane, parts
 
 __all__ = ["Residency", "Window"]
 
@@ -318,17 +318,21 @@ class Window:
         if place.beyond:
             events.append(self._last)
         after = [event for event in events if event is not None]
-        moves = list(parts(place.memory, pieces))
-        place.event = copy_pieces(self._lane, moves, after=after, poison=self._poison)
-        for other in others:
-            other.event = None
+        for other in others:  # a copy that breaks off leaves nothing of them
             if other.state is not Residency.HOST:
                 other.forget()
+        for memory, piece in parts(place.memory, pieces):
+            place.event = self._lane.copy(memory, piece, after=after, poison=self._poison)
+            after = []
+            if waiting is not None:
+                assert self.ahead is not None
+                self.ahead.taken(unit, place.event)
+        for other in others:
+            other.event = None
         place.move(Residency.IN_FLIGHT)
         if waiting is not None:
-            assert self.ahead is not None
-            self.ahead.taken(unit, place.event)
             return
+        assert place.event is not None
         place.image.copied(place.event)
         self.copies += 1
         self.bytes_streamed += place.region.size
