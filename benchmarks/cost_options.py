@@ -74,6 +74,7 @@ SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "offload-activations": _one_of({"yes": True, "no": False}),
     "chunk": int,
     "pad-to": _multiple,
+    "nan-filter": _one_of({"yes": True, "no": False}),
     "profiled": int,
     "direct": _one_of({"yes": True, "no": False, "auto": None}),
     "weights": _named("drawn", "rolled"),

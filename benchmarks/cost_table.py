@@ -7,17 +7,19 @@ from typing import Any
 
 REFERENCE = "peft-checkpointing"
 _COLUMNS = ("method", "peak", "reserved", "driver", "step", "floor", "/ floor", "/ ckpt", "graphs")
-_SHOWN = (
-    "pad_to_multiple_of",
-    "optimizer_state",
-    "block_size",
-    "vram_budget",
-    "graphs",
-    "offload_activations",
-    "loss_chunk",
-    "cap_bytes",
-)
-_DEFAULTS = ("device", 1, None, "auto", False)
+_USUAL: Mapping[str, Any] = {
+    "pad_to_multiple_of": None,
+    "logging_nan_inf_filter": True,
+    "optimizer_state": "device",
+    "block_size": 1,
+    "vram_budget": None,
+    "graphs": "auto",
+    "offload_activations": False,
+    "copy_ahead": False,
+    "loss_chunk": None,
+    "cap_bytes": None,
+}
+"""Settings that are shown where they are not these."""
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -42,11 +44,12 @@ def _reference(
     record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
     same = ("shape", "layers", "precision", "seq_len", "batch", "rank", "dropout")
-    pad = "pad_to_multiple_of"
+    loop = ("pad_to_multiple_of", "logging_nan_inf_filter")
     for other in records:
-        alike = all(other[key] == record[key] for key in same)
-        padded = other["settings"].get(pad) == record["settings"].get(pad)
-        if other["method"] == REFERENCE and alike and padded:
+        alike = all(other[key] == record[key] for key in same) and all(
+            other["settings"].get(key) == record["settings"].get(key) for key in loop
+        )
+        if other["method"] == REFERENCE and alike:
             return other
     return None
 
@@ -72,8 +75,8 @@ def name_of(record: Mapping[str, Any]) -> str:
     settings = record["settings"]
     own = [
         f"{key}={settings[key]}"
-        for key in _SHOWN
-        if settings.get(key) is True or settings.get(key) not in _DEFAULTS
+        for key, usual in _USUAL.items()
+        if settings.get(key, usual) != usual
     ]
     return " ".join([record["method"], f"{record['seq_len']} tokens", record["precision"], *own])
 

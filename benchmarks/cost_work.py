@@ -46,6 +46,8 @@ class Work:
             a plain loop.
         profiled: steps under a profiler, after those that are timed.
         pad_to: pad a batch of records to a multiple of so many tokens.
+        nan_filter: Trainer's ``logging_nan_inf_filter``, which waits for the device after every
+            backward to look at the loss.
         direct: draw weights in place, without a checkpoint; None means for shapes whose bf16
             checkpoint is larger than 16 GB.
         weights: of a checkpoint: ``"drawn"`` and stored in bf16, or quantised, most layers a
@@ -75,6 +77,7 @@ class Work:
     chunk: int | None = None
     data: str | None = None
     pad_to: int | None = None
+    nan_filter: bool = True
     profiled: int = 0
     direct: bool | None = None
     weights: Literal["drawn", "rolled"] = "drawn"
@@ -115,6 +118,7 @@ class Work:
         common: dict[str, Any] = {"optimizer_state": self.optimizer_state, "loss_chunk": self.chunk}
         if self.data is not None:
             common["pad_to_multiple_of"] = self.pad_to
+            common["logging_nan_inf_filter"] = self.nan_filter
         if self.method == "poros":
             common |= {
                 "block_size": self.block_size,

@@ -131,6 +131,7 @@ def _arguments(work: Work, folder: str, *, cuda: bool) -> TrainingArguments:
         bf16=True,
         use_cpu=not cuda,
         logging_steps=steps + 1,
+        logging_nan_inf_filter=work.nan_filter,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

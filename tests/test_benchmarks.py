@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_benchmarks import cost, found_of, here, scripts
+from transformers import Trainer
 
 from poros_core.errors import SettingsError
 
@@ -284,10 +285,23 @@ def test_records_that_are_not_there_are_named(bench: Any, tmp_path: Path) -> Non
 
 
 def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
-    bench: Any, records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: Any,
+    records: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    filters: list[bool] = []
+    train = Trainer.train
+
+    def noted(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        filters.append(self.args.logging_nan_inf_filter)
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", noted)
     line = ["--shape", "tiny", "--layers", "1", "--data", str(records), "--direct", "yes"]
-    line += ["--batch", "1", "--steps", "10", "--warmup", "2", "--methods", "poros,peft:pad-to=8"]
+    line += ["--batch", "1", "--steps", "10", "--warmup", "2"]
+    line += ["--methods", "poros,peft:pad-to=8:nan-filter=no"]
     options = bench.cost_options.arguments(line, about=None, data=True)
     options.methods = bench.real_loop.methods_at_paddings(options.methods, ("none", "8"))
     made = bench.training_cost.run(
@@ -300,6 +314,8 @@ def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
     raw, resident, padded = made
     assert {record["kind"] for record in made} == {"real-loop"}
     assert [r["settings"]["pad_to_multiple_of"] for r in made] == [None, 8, 8]
+    assert [r["settings"]["logging_nan_inf_filter"] for r in made] == [True, False, True]
+    assert filters == [True, False, True]
     assert len(raw["widths"]) == 10
     assert any(width % 8 for width in raw["widths"])
     assert padded["widths"] == [-(-width // 8) * 8 for width in raw["widths"]]
@@ -309,7 +325,9 @@ def test_real_loop_trains_both_arms_at_raw_and_padded_lengths(
     assert resident["graph_share"] is None
     assert raw["eager_blocks"] == 10 * 2
     assert len(list((tmp_path / "out").glob("real-loop-*.json"))) == 3
-    assert "pad_to_multiple_of=8" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "peft 32 tokens nf4 pad_to_multiple_of=8 logging_nan_inf_filter=False" in said
+    assert said.count("logging_nan_inf_filter") == 1
 
 
 def test_out_of_memory_says_when(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ def test_a_cost_is_its_record(cells: str, path: str) -> None:
     settings = record["settings"]
     how = ", optimizer state on the host" if settings["optimizer_state"] == "host" else ""
     how += ", `copy_ahead=True`" if settings.get("copy_ahead") else ""
+    filters = settings.get("logging_nan_inf_filter", True)
+    how += "" if filters else ", `logging_nan_inf_filter=False`"
     sizes = [
         "peak_allocated_bytes",
         "peak_reserved_bytes",
