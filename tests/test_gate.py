@@ -368,7 +368,8 @@ def test_a_run_in_which_nothing_streams_is_void(plugin_site: Any) -> None:
     result = run_gate(options(settings=Settings(runtime="idle")))
     assert (result.verdict, result.exit_status) == ("void", 2)
     assert all(surface["exact"] for surface in result.record["surfaces"].values())
-    bytes_missing, resident = result.void_reasons
+    bytes_missing, none_streamed, resident = result.void_reasons
+    assert none_streamed.startswith("all 4 layers stayed on the device")
     assert bytes_missing.startswith("a step streamed 0 bytes, and streaming every layer takes")
     assert resident == "4 units stayed on the device without a budget"
 

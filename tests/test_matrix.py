@@ -510,7 +510,7 @@ def test_a_resumed_gate_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     found = run_gate(LONG, observer=rest, files=GateFiles(state=file))
     assert "going on after step 1" in rest.phases
     assert (found.verdict, expected.verdict) == ("exact", "exact")
-    assert not file.exists()
+    assert file.exists(), "whoever keeps the record removes it"
     assert found.record["losses"] == expected.record["losses"]
     assert [(s["first"], s["last"]) for s in found.record["segments"]] == [(1, 1), (2, 3)]
     for name in ("resident", "control", "streamed"):

@@ -78,7 +78,8 @@ def main() -> None:
     """Run the command line.
 
     Exit status 2 means bad input, with one paragraph on standard error; 70 means a defect of
-    Poros itself, so that it can never be taken for a command's own verdict.
+    Poros itself, so that it can never be taken for a command's own verdict; 141 means that nobody
+    reads the output any more, as of a process that SIGPIPE ends.
     """
     try:
         app()

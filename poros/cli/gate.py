@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.text import Text
 
 from poros.cli import gate_flags as flags
 from poros.cli.gate_display import (
@@ -24,6 +24,7 @@ from poros.cli.gate_matrix import gate_matrix
 from poros.cli.output import console
 from poros_core.errors import GateError
 from poros_core.gate.card import check_card, write_card
+from poros_core.gate.files import json_text, write_whole
 from poros_core.gate.flags import flags_of, options_of
 from poros_core.gate.html_report import html_report
 from poros_core.gate.options import FIT, GateOptions, subject_of
@@ -184,7 +185,7 @@ def gate(
         write_fingerprints=write_fingerprints,
         against=against,
     )
-    _report(result, json_file=json_file, html=html, card=card)
+    _report(result, json_file=json_file, html=html, card=card, state=state)
     raise typer.Exit(result.exit_status)
 
 
@@ -210,23 +211,32 @@ def _run(
 
 
 def _report(
-    result: GateResult, *, json_file: Path | None, html: Path | None, card: Path | None
+    result: GateResult,
+    *,
+    json_file: Path | None,
+    html: Path | None,
+    card: Path | None,
+    state: Path | None,
 ) -> None:
-    """Write what was asked for, and print the tables. A gate that was cut short has no report."""
+    """Print the tables, and write what was asked for: a verdict that took hours is on the terminal
+    if nothing can be written. A gate that was cut short has no report; the saved state of one that
+    was not goes last."""
     out = console()
+    print_result(out, result)
     written = {"record": json_file, "report": html, "model card": card}
     if result.verdict == "unfinished":
         written |= {"report": None, "model card": None}
     if json_file is not None:
-        json_file.write_text(json.dumps(result.record, indent=2) + "\n", encoding="utf-8")
+        write_whole(json_file, json_text(result.record))
     if written["report"] is not None:
-        written["report"].write_text(html_report(result.record), encoding="utf-8")
+        write_whole(written["report"], html_report(result.record))
     if written["model card"] is not None:
         write_card(written["model card"], result.record)
-    print_result(out, result)
+    if state is not None and result.verdict != "unfinished":
+        state.unlink(missing_ok=True)
     for what, path in written.items():
         if path is not None:
-            out.print(f"[dim]{what}: {path}[/dim]", soft_wrap=True)
+            out.print(Text(f"{what}: {path}", style="dim"), soft_wrap=True)
 
 
 def _refuse(why: str, files: Mapping[str, object], options: GateOptions | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from rich.text import Text
 from poros.cli.gate_display import quiet_libraries
 from poros.cli.output import console
 from poros_core.gate import GateOptions
+from poros_core.gate.files import json_text, write_whole
 from poros_core.gate.flags import flags_of
 
 __all__ = ["gate_load", "training_flags"]
@@ -41,7 +41,7 @@ def gate_load(options: GateOptions, *, pieces: int, json_file: Path | None) -> i
             observer=lambda text: out.print(text, style="dim", soft_wrap=True),
         )
     if json_file is not None:
-        json_file.write_text(json.dumps(result.record, indent=2) + "\n", encoding="utf-8")
+        write_whole(json_file, json_text(result.record))
     out.print(_table(result.record))
     out.print(_verdict(result.record), soft_wrap=not out.is_terminal)
     return result.exit_status

@@ -19,6 +19,7 @@ from rich.text import Text
 from poros.cli.gate_display import quiet_libraries
 from poros.cli.output import console
 from poros_core.errors import GateError
+from poros_core.gate.files import json_text, write_whole
 from poros_core.gate.flags import flags_of
 from poros_core.gate.matrix import Row, read_matrix
 from poros_core.gate.matrix_run import Outcome, exit_status, run_matrix
@@ -81,7 +82,7 @@ def gate_matrix(
             stop=children.stop,
         )
     if json_file is not None:
-        json_file.write_text(json.dumps(_summary(outcomes), indent=2) + "\n", encoding="utf-8")
+        write_whole(json_file, json_text(_summary(outcomes)))
     out.print(_table(outcomes))
     return exit_status(outcomes)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from poros_core.gate.files import json_text
 
 __all__ = [
     "configure_logging",
@@ -23,9 +26,26 @@ __all__ = [
 ]
 
 
+NOBODY_READS = 128 + signal.SIGPIPE
+"""Exit status when whoever read the output went away: no verdict of any command."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """End with a status of its own; rich's is 1, which is a verdict here."""
+        self.quiet = True
+        _end_unread()
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the present standard output, or standard error."""
-    return Console(stderr=stderr, highlight=False)
+    return _Console(stderr=stderr, highlight=False)
+
+
+def _end_unread() -> None:
+    """End quietly: the interpreter flushes once more, and must find no broken pipe then."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(NOBODY_READS)
 
 
 def print_error(message: str) -> None:
@@ -67,7 +87,11 @@ def print_rows(rows: Sequence[Sequence[str | Text]]) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON on standard output, without colours or wrapping."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    try:
+        sys.stdout.write(json_text(value))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _end_unread()
 
 
 def status_text(status: str) -> Text:

@@ -307,8 +307,14 @@ class Workshop:
 
     def _overrides(self) -> dict[str, Any]:
         """Return what every arm's config is told besides what the checkpoint says."""
-        if self.options.dropout and "attention_dropout" in self.subject.config:
-            return {"attention_dropout": self.options.dropout}
+        config, dropout = self.subject.config, self.options.dropout
+        if not dropout:
+            return {}
+        own = {"attention_dropout": dropout}
+        if "attention_dropout" in config:
+            return dict(own)
+        if "attention_dropout" in config.get("text_config", {}):
+            return {"text_config": own}
         return {}
 
     def _outside_the_decoder(self, model: nn.Module) -> str:

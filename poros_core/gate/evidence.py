@@ -20,6 +20,8 @@ class Evidence:
         untrained: adapter tensors without a usable gradient, or that ended as they started.
         budget: the ``vram_budget`` that it was prepared with.
         resident_bytes: bytes that the resident units take at least.
+        layers: how many there are.
+        not_finite: adapter tensors that ended with elements that are NaN or infinite.
         most_bytes: bytes that a step streams at most where all of its micro-batches share them.
     """
 
@@ -30,6 +32,8 @@ class Evidence:
     budget: int | str | None = None
     resident_bytes: int = 0
     most_bytes: int | None = None
+    layers: int | None = None
+    not_finite: Sequence[str] = ()
 
     def problems(self) -> list[str]:
         """Return why a verdict would be void; empty if it stands."""
@@ -42,6 +46,16 @@ class Evidence:
                 if self.budget is None
                 else f"a step streamed {streamed} bytes, and those that do not stay on the device "
                 f"take at least {self.least_bytes}: a smaller --vram-budget shows streaming"
+            )
+        if self.layers is not None and self.resident_units >= self.layers:
+            found.append(
+                f"all {self.layers} layers stayed on the device, so none streamed: a smaller "
+                "--vram-budget shows streaming"
+            )
+        if self.not_finite:
+            found.append(
+                f"{len(self.not_finite)} adapter tensors ended with elements that are NaN or "
+                f"infinite (first: {self.not_finite[0]}): what is NaN hides every fault"
             )
         largest = max((_weights(step) for step in self.counters), default=0)
         if self.most_bytes is not None and largest > self.most_bytes:

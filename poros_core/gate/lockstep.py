@@ -95,7 +95,6 @@ class Lockstep:
                 self._resume()
             self.progress.save_if_due(self.arms)
         self.finished = True
-        self.progress.forget()
 
     def _equal_at_start(self, step: int) -> bool:
         views = {name: arm.view() for name, arm in self.arms.items()}
@@ -161,6 +160,8 @@ def evidence_of(
         untrained=arm.untrained(),
         budget=prepared.settings.vram_budget,
         resident_bytes=resident * min(_layer_bytes(prepared)),
+        layers=len(prepared.plan.layers),
+        not_finite=[n for n, p in arm.params.items() if not p.detach().isfinite().all()],
     )
 
 

@@ -131,6 +131,18 @@ class Run:
                 if isinstance(self.fault, PlantedFault)
                 else f"{named} was planted and nothing diverged, so the gate cannot fail"
             )
+        broken = _first_not_finite(self.losses)
+        if broken is not None:
+            reasons.append(
+                f"the loss of step {broken} is NaN or infinite, which hides every fault from there "
+                "on: give data, weights or a dtype that train"
+            )
+        kernels, how = self.options.modes.attention, self._attention()
+        if kernels != "auto" and how != "sdpa":
+            reasons.append(
+                f"--attention {kernels} chooses among the kernels of SDPA, and the model computes "
+                f"attention by '{how}'"
+            )
         host_bytes = self.arms["streamed"].host_state_bytes
         if self.options.optimizer_state == "host" and host_bytes == 0:
             reasons.append("no optimizer state stood on the host, which was asked for")
@@ -139,6 +151,9 @@ class Run:
         ):
             reasons.append("no activation went to the host, which was asked for")
         return reasons
+
+    def _attention(self) -> str:
+        return str(_model(self.arms["streamed"]).config._attn_implementation)
 
     def verdict(self) -> tuple[str, Divergence | None]:
         """Return the verdict, and the divergence that it rests on."""
@@ -221,8 +236,23 @@ def _host(arm: Arm) -> str | None:
     return None if report is None else report.host
 
 
+def _model(arm: Arm) -> Any:
+    return arm.prepared.plan.model if arm.prepared is not None else arm.model
+
+
+def _first_not_finite(losses: Mapping[str, Sequence[float]]) -> int | None:
+    """Return the first step of which an arm's loss is not finite."""
+    steps = [
+        number
+        for arm in losses.values()
+        for number, loss in enumerate(arm, start=1)
+        if not math.isfinite(loss)
+    ]
+    return min(steps, default=None)
+
+
 def _settings(options: GateOptions, arm: Arm) -> dict[str, Any]:
-    base: Any = arm.prepared.plan.model if arm.prepared is not None else arm.model
+    base = _model(arm)
     return {
         **attrs.asdict(options.settings),
         "optimizer_state": options.optimizer_state,
