@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -547,6 +548,13 @@ def test_rows_can_be_padded_on_the_left_and_to_one_width() -> None:
             assert (batch["labels"][row, : 32 - length] == -100).all()
 
 
+@pytest.mark.parametrize(("pad", "used"), [(None, 0), (-1, 0), (7, 7), (96, 0)])
+def test_a_batch_is_padded_with_a_token_of_the_vocabulary(pad: int | None, used: int) -> None:
+    subject = subject_of(options(batch=2))
+    subject = attrs.evolve(subject, config={**subject.config, "pad_token_id": pad})
+    assert subject.pad_token == used
+
+
 def test_a_batch_of_one_has_the_stated_length() -> None:
     subject = subject_of(options(batch=1, seq_len=24))
     batches = make_batches(subject, data=None, seed=0, device=CPU)
@@ -586,6 +594,9 @@ def test_real_records_are_exact(tmp_path: Path) -> None:
         (lambda path: records_file(path, [8], [8]), "No record .* longer --seq-len"),
         (lambda path: save_file({"ids": torch.zeros(1)}, path), "lacks offsets, prompt_len"),
         (lambda path: records_file(path, [8, 8], [2]), "1 prompts, 3 offsets that end at 16"),
+        (lambda path: records_file(path, [16, -8, 8], [2, 1, 2]), "never falls"),
+        (lambda path: records_file(path, [8, 8], [2, -3]), "prompt lengths below 0"),
+        (lambda path: records_file(path, [8], [2], token=-1), "tokens or prompt lengths below 0"),
         (lambda path: path.write_text("no tensors"), "is no safetensors file"),
         (lambda path: None, "cannot be read"),
     ],

@@ -79,11 +79,18 @@ def read_records(path: Path, subject: Subject) -> list[Record]:
         )
     offsets = tensors["offsets"].tolist()
     prompts = tensors["prompt_len"].tolist()
-    if len(offsets) != len(prompts) + 1 or offsets[-1] != len(ids):
+    broken = len(offsets) != len(prompts) + 1 or (offsets[0], offsets[-1]) != (0, len(ids))
+    if broken or offsets != sorted(offsets):
         raise GateError(
             f"'{path}' contradicts itself: {len(prompts)} prompts, {len(offsets)} offsets that end "
             f"at {offsets[-1] if offsets else None}, {len(ids)} tokens. Write it again: offsets "
-            "has one entry more than there are records and ends at the number of tokens."
+            "has one entry more than there are records, begins at 0, never falls, and ends at the "
+            "number of tokens."
+        )
+    if min([int(ids.min()) if len(ids) else 0, *prompts]) < 0:
+        raise GateError(
+            f"'{path}' has tokens or prompt lengths below 0. Write it again: ids are what the "
+            "tokenizer gives, prompt_len counts the tokens of each record that have no loss."
         )
     records = [
         Record(ids[start:end][: subject.seq_len], prompt)

@@ -196,9 +196,9 @@ class Subject:
 
     @property
     def pad_token(self) -> int:
-        """The token that pads."""
+        """The token that pads; 0 if the config has none that the vocabulary knows."""
         pad = self.text_config.get("pad_token_id")
-        return 0 if pad is None else int(pad)
+        return int(pad) if pad is not None and 0 <= int(pad) < self.vocabulary else 0
 
 
 def subject_of(options: GateOptions) -> Subject:
