@@ -38,6 +38,8 @@ _WINDOW = 10
 _FELL = 0.75
 _SEED = 0
 _BASE = "base-model"
+_MARK = ".poros-demo"
+_MARKED = "poros demo wrote this folder, and overwrites it.\n"
 
 
 @frozen(kw_only=True)
@@ -123,7 +125,7 @@ def check_output(output: Path) -> None:
     """
     if output.is_file():
         raise PorosError(f"'{output}' is a file. Name a folder with --output.")
-    known = (output / "adapter_config.json").is_file() or (output / _BASE).is_dir()
+    known = (output / _MARK).is_file()
     if output.is_dir() and any(output.iterdir()) and not known:
         raise PorosError(
             f"'{output}' holds other files, and the demo writes only into a new folder or one of "
@@ -143,6 +145,14 @@ def run_demo(output: Path, *, observer: DemoObserver) -> DemoResult:
         StateError: CUDA was used before kernels could be made deterministic.
     """
     check_output(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / _MARK).write_text(_MARKED, encoding="utf-8")
+    except OSError as error:
+        raise PorosError(
+            f"Nothing can be written to '{output}' ({error.strerror or error}). Name another "
+            "folder with --output."
+        ) from error
     with deterministic():
         return _Demo(output, observer).run()
 

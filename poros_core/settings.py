@@ -18,6 +18,10 @@ POISON_VARIABLE = "POROS_POISON"
 Graphs = Literal["auto", "on", "off"]
 
 
+_LEAST_BUDGET = 1000
+"""Bytes. Whoever gives fewer means another unit."""
+
+
 def _block_size(instance: Any, attribute: Any, value: int | Literal["all"]) -> None:
     if value == "all":
         return
@@ -36,7 +40,7 @@ def _budget(value: Any) -> Any:
 def _vram_budget(instance: Any, attribute: Any, value: object) -> None:
     if value is None or value == "auto":
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < _LEAST_BUDGET:
         raise SettingsError(
             "vram_budget must be None (everything streams), 'auto', a size such as '16GB', or "
             f"bytes; got {value!r}."

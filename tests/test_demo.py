@@ -77,6 +77,25 @@ def test_a_folder_with_other_files_is_refused(cli: Cli, tmp_path: Path) -> None:
     check_output(tmp_path / "new")
 
 
+def test_somebody_s_adapter_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:
+    """Though it has the names that the demo's has."""
+    (tmp_path / "base-model").mkdir()
+    mine = [tmp_path / "base-model" / "model.safetensors", tmp_path / "adapter_config.json"]
+    for path in mine:
+        path.write_text("mine")
+    code, _, err = cli("--output", str(tmp_path))
+    assert code == 2
+    assert "holds other files" in err
+    assert [path.read_text() for path in mine] == ["mine", "mine"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = cli("--output", str(tmp_path / "file" / "adapter"))
+    assert code == 2
+    assert "Nothing can be written to" in err
+
+
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("steps", "window", "gate_steps"),

@@ -379,6 +379,7 @@ def test_one_step_is_void(gate_cli: Callable[..., tuple[int, str, str]]) -> None
     code, out, _ = gate_cli("--family", "qwen2", "--shape", "tiny", "--steps", "1")
     assert code == 2
     assert "void: 28 adapter tensors had no finite non-zero gradient in any step" in out
+    assert "ask for two --steps or more" in " ".join(out.split())
 
 
 def test_a_tensor_without_gradients_is_void() -> None:

@@ -43,6 +43,21 @@ def test_merging_is_refused_before_a_weight_is_written() -> None:
     model.base_model.merge_adapter()
 
 
+def test_unloading_is_refused_before_anything_is_taken_away() -> None:
+    model = adapted()
+    poros.prepare(model, verbose=False)
+    with torch.no_grad():
+        wanted = model(ids()).logits
+    for owner in (model, model.base_model):
+        with pytest.raises(poros.StateError, match="cannot be taken off"):
+            owner.unload()
+    with torch.no_grad():
+        assert torch.equal(model(ids()).logits, wanted)
+    poros.unprepare(model)
+    again = get_peft_model(model.unload(), LoraConfig(r=4, target_modules=["q_proj"]))
+    poros.unprepare(poros.prepare(again, verbose=False))
+
+
 def test_a_model_whose_adapters_are_merged_is_refused() -> None:
     model = adapted()
     model.base_model.merge_adapter()

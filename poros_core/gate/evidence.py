@@ -74,6 +74,12 @@ class Evidence:
             found.append(
                 f"{len(self.untrained)} adapter tensors had no finite non-zero gradient in any "
                 f"step, or ended as they started (first: {self.untrained[0]})"
+                + (
+                    ": in the first step the adapters' second half is zero, and so is the gradient "
+                    "of the first; ask for two --steps or more"
+                    if len(self.counters) == 1
+                    else ""
+                )
             )
         return found
 

@@ -20,6 +20,7 @@ __all__ = [
     "refuse_filled_cache",
     "refuse_merge",
     "refuse_merged",
+    "refuse_unload",
     "refuse_trained",
     "swapped",
     "tuners",
@@ -53,6 +54,18 @@ def refuse_merge(*args: Any, **kwargs: Any) -> None:
     raise StateError(
         "Adapters cannot be merged into a base that streams. Call poros.unprepare(model) first, "
         "then merge."
+    )
+
+
+def refuse_unload(*args: Any, **kwargs: Any) -> None:
+    """Stand in for ``unload`` of what PEFT made of a model.
+
+    Raises:
+        StateError: always, before anything is taken away.
+    """
+    raise StateError(
+        "Adapters cannot be taken off a model that is prepared: what is left could be neither "
+        "prepared again nor unprepared. Call poros.unprepare(model) first, then unload."
     )
 
 

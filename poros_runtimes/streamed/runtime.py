@@ -35,6 +35,7 @@ from poros_runtimes.streamed.model_calls import (
     refuse_merge,
     refuse_merged,
     refuse_trained,
+    refuse_unload,
     swapped,
     tuners,
     uncheckpointed,
@@ -117,6 +118,9 @@ class StreamedHandle:
             self._put_back.append(hook.remove)
         for tuner in tuners(self._blocks.values()):
             attachments.set(tuner, "merge", refuse_merge)
+        for module in model.modules():
+            if hasattr(type(module), "unload"):  # what PEFT wraps a model in
+                attachments.set(module, "unload", refuse_unload)
         dtypes = frozenset(param.dtype for param in self._streamed)
         for root in {id(m): m for m in (model, plan.model)}.values():
             attachments.set(root, "_apply", guard_root(root, dtypes=dtypes, device=plan.device))
