@@ -221,3 +221,25 @@ def test_an_output_that_nobody_reads_is_no_verdict(arguments: list[str]) -> None
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(120) == 141
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--json", "{}/a", "--html", "{}/a"), "--json and --html name the same file"),
+        (("--card", "{}/a", "--state", "{}/b/../a"), "name the same file"),
+        (("--html", "{}/none/a"), "name a file in a folder that exists"),
+        (("--matrix", "ci", "--json-dir", "{}/file"), "is a file. Name a folder"),
+        (("--data", "{}/none"), "cannot be read"),
+        (("--data", "{}/file"), "is no safetensors file"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_found_before_anything_is_built(
+    flags: tuple[str, ...], said: str, gate_cli: GateCli, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "b").mkdir()
+    subject = () if "--matrix" in flags else ("--family", "qwen2", "--shape", "tiny")
+    code, out, err = gate_cli(*subject, *(flag.format(tmp_path) for flag in flags))
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())

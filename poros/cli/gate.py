@@ -156,8 +156,9 @@ def gate(
         "--data-dir": data_dir,
         "--jobs": jobs != 1,
     }
-    for path in (json_file, html, card, write_fingerprints, state):
-        _check_target(path)
+    _check_targets({"--json": json_file, **{name: files[name] for name in _WRITTEN}}, against)
+    if json_dir is not None and json_dir.exists() and not json_dir.is_dir():
+        raise GateError(f"--json-dir '{json_dir}' is a file. Name a folder.")
     if matrix is not None or controls:
         _refuse("--matrix and --controls run rows, which have their own settings", files, options)
         asked = matrix or "controls"
@@ -200,8 +201,11 @@ def _run(
     subject = subject_of(options)
     out = console()
     with quiet_libraries():
+        from poros_core.gate.data import read_records
         from poros_core.gate.run import GateFiles, run_gate
 
+        if options.data is not None:
+            read_records(options.data, subject)  # nothing is built for records that do not fit
         files = GateFiles(
             state=state, minutes=minutes, write_fingerprints=write_fingerprints, against=against
         )
@@ -260,6 +264,23 @@ def _layers(text: str | None) -> Any:
     return text if text is None or text == FIT or not text.isdecimal() else int(text)
 
 
-def _check_target(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise GateError(f"Nothing can be written to '{path}': name a file in a folder that exists.")
+_WRITTEN = ("--write-fingerprints", "--state", "--html", "--card")
+
+
+def _check_targets(targets: Mapping[str, Path | None], against: Path | None) -> None:
+    """Check where things are to be written, before a gate runs for them.
+
+    Raises:
+        GateError: a folder is not there, or one file is named twice.
+    """
+    seen: dict[Path, str] = {} if against is None else {against.resolve(): "--against"}
+    for flag, path in targets.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise GateError(
+                f"Nothing can be written to '{path}': name a file in a folder that exists."
+            )
+        other = seen.setdefault(path.resolve(), flag)
+        if other != flag and not path.is_char_device():
+            raise GateError(f"{other} and {flag} name the same file, '{path}'. Name two.")
