@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -13,17 +14,20 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from poros.cli import gate as gate_command
 from poros.cli import gate_matrix
 from poros_core.errors import GateError
-from poros_core.gate import GateOptions
+from poros_core.gate import GateOptions, content
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES
 from poros_core.gate.flags import flags_of, options_of, settings_of
 from poros_core.gate.matrix import Row, read_matrix
 from poros_core.gate.matrix_run import Outcome, exit_status, run_matrix
-from poros_core.gate.options import PLANTS
+from poros_core.gate.options import PLANTS, subject_of
+from poros_core.gate.progress import Progress, pack, unpack
+from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.run import GateFiles, run_gate
 from poros_core.plugins import plugins
 
@@ -535,9 +539,9 @@ def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
     run_gate(one, files=GateFiles(state=file, minutes=1e-9))
     with pytest.raises(GateError, match="saved state of a gate with other settings"):
         run_gate(attrs.evolve(one, seed=1), files=GateFiles(state=file))
-    state = torch.load(file, weights_only=True)
+    state = unpack(file.read_bytes())
     del state["identity"]["asked"]["control"]  # from before there was such a setting
-    torch.save(state, file)
+    file.write_bytes(b"".join(pack(state)))
     keep = Keep()
     run_gate(one, observer=keep, files=GateFiles(state=file, minutes=1e-9))
     assert any("going on after step" in phase for phase in keep.phases)
@@ -546,6 +550,140 @@ def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
     keep = Keep()
     run_gate(one, observer=keep, files=GateFiles(state=file))
     assert any("another stack or commit" in phase for phase in keep.phases)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A saved state of ``LONG`` after its first step."""
+    file = tmp_path_factory.mktemp("kept") / "state"
+    run_gate(LONG, files=GateFiles(state=file, minutes=1e-9))
+    assert list(file.parent.iterdir()) == [file], "nothing half-written is left"
+    return file.read_bytes()
+
+
+def flipped(content: bytes) -> bytes:
+    """Return a state with bits of an adapter turned over, which torch would load."""
+    params = unpack(content)["arm"]["params"]
+    raw = next(params[n] for n in params if "lora_A" in n).numpy().tobytes()
+    at = content.index(raw)
+    return content[:at] + bytes(byte ^ 7 for byte in raw) + content[at + len(raw) :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"garbage\n",
+        lambda content: b"\x80\x02hello",
+        lambda content: content[: len(content) // 2],
+        flipped,
+    ],
+    ids=["empty", "text", "pickle", "half", "flipped"],
+)
+def test_a_damaged_state_is_refused(
+    damage: Callable[[bytes], bytes], kept: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "state"
+    file.write_bytes(damage(kept))
+    with pytest.raises(GateError, match=r"no saved state of a gate .* Remove it to begin anew"):
+        run_gate(LONG, files=GateFiles(state=file))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("arm"), "has no 'arm'"),
+        (lambda state: state.pop("identity"), "has no 'identity'"),
+        (lambda state: state["identity"].pop("inputs"), "has no 'inputs'"),
+        (lambda state: state["arm"].pop("rng"), "has no 'rng'"),
+        (lambda state: state.update(identity=3), "has no 'identity'"),
+        (lambda state: state.update(step=2), "at step 2 and has not as many losses"),
+        (lambda state: state.update(step=4), "step 4 is none of the gate's"),
+        (lambda state: state["losses"].pop("streamed"), "has not as many losses"),
+        (lambda state: state["segments"][0].update(first=2), "segments are not the steps from 1"),
+        (lambda state: state["segments"][0].pop("first"), "an entry is not what it can be"),
+        (lambda state: state["meters"].pop("control"), "no measurements of the arm 'control'"),
+        (lambda state: state["arm"]["params"].popitem(), "are not those of the gate"),
+    ],
+)
+def test_a_state_at_odds_with_itself_is_refused(
+    change: Callable[[Any], object], message: str, kept: bytes, tmp_path: Path
+) -> None:
+    file, state = tmp_path / "state", unpack(kept)
+    change(state)
+    file.write_bytes(b"".join(pack(state)))
+    with pytest.raises(GateError, match=message):
+        run_gate(LONG, files=GateFiles(state=file))
+
+
+def test_two_gates_may_write_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (Progress(path=tmp_path / "s", identity={}) for _ in range(2))
+    arms: Any = {"resident": Empty()}
+    real = content.os.replace
+
+    def replace(part: Path, target: Path) -> None:
+        monkeypatch.setattr(content.os, "replace", real)
+        other.save_if_due(arms, now=True)  # while the first one's is ready
+        real(part, target)
+
+    monkeypatch.setattr(content.os, "replace", replace)
+    one.save_if_due(arms, now=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+class Empty:
+    """An arm without anything, and its meter."""
+
+    @property
+    def meter(self) -> Empty:
+        return self
+
+    def state(self) -> Record:
+        return {}
+
+
+def checkpoint(folder: Path, seed: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = subject_of(attrs.evolve(LONG, layers=2)).config
+    write_random_checkpoint(
+        config, folder, seed=seed, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    return folder
+
+
+def records(file: Path, seed: int) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    ids = torch.randint(0, 90, (240,), generator=torch.Generator().manual_seed(seed))
+    offsets, prompts = torch.arange(0, 241, 20), torch.full((12,), 2)
+    save_file({"ids": ids.int(), "offsets": offsets, "prompt_len": prompts}, file)
+    return file
+
+
+def test_the_state_of_other_weights_or_data_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    model = checkpoint(tmp_path / "model", 0)
+    asked = GateOptions(
+        model=str(model), steps=3, seq_len=32, batch=2, rank=4, data=records(tmp_path / "a/t", 0)
+    )
+    run_gate(asked, files=GateFiles(state=file, minutes=1e-9))
+    state = file.read_bytes()
+    other = attrs.evolve(asked, data=records(tmp_path / "b/t", 1))
+    with pytest.raises(GateError, match="on other files: data differs"):
+        run_gate(other, files=GateFiles(state=file))
+    config = model / "config.json"
+    text = config.read_text()
+    config.write_text(json.dumps({**json.loads(text), "rms_norm_eps": 1e-3}))
+    with pytest.raises(GateError, match=r"on other files: config\.json differs"):
+        run_gate(asked, files=GateFiles(state=file))
+    config.write_text(text)
+    assert run_gate(asked, files=GateFiles(state=file)).verdict == "exact"
+    file.write_bytes(state)
+    (weights,) = model.glob("*.safetensors")
+    when = weights.stat().st_mtime_ns
+    checkpoint(model, 1)
+    os.utime(weights, ns=(when, when))
+    with pytest.raises(GateError, match=r"on other files: model\.safetensors differs"):
+        run_gate(asked, files=GateFiles(state=file))
 
 
 @pytest.mark.parametrize(
