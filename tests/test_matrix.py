@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +115,38 @@ def test_settings_survive_json() -> None:
         ),
         ("[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\ndevice = 'tpu'", "device is 'any' or"),
         (2 * "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\n", "two rows 'a'"),
+        ("row = 3", "has no row"),
+        ("row = [3]", "has no row"),
+        ("[row]\nname = 'a'", "has no row"),
+        ("[[row]]\nname = 'a'\norder = 'x'\ngroup = 'g'", "row 'a': order cannot be 'x'"),
+        ("[[row]]\nname = 'a'\norder = true\ngroup = 'g'", "row 'a': order cannot be True"),
+        ("[[row]]\nname = 3\norder = 1\ngroup = 'g'", "row '3': name cannot be 3"),
+        ("[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\nsettings = 3", "settings cannot be 3"),
+        (
+            "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\nneeds_minutes = '3'",
+            "needs_minutes cannot be '3'",
+        ),
+        *(
+            (f"[[row]]\nname = '{name}'\norder = 1\ngroup = 'g'", "Give it a name without '/'")
+            for name in ("../a", "a/b", "a\\b", "..", "")
+        ),
+        *(
+            (
+                "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\n"
+                f"settings = {{ family = 'qwen2', shape = 'tiny', {setting} }}",
+                message,
+            )
+            for setting, message in (
+                ("steps = 2.5", "'steps' is 2.5, of the type float; it takes int"),
+                ("steps = '3'", "'steps' is '3', of the type str; it takes int"),
+                ("steps = true", "'steps' is True, of the type bool; it takes int"),
+                ("dropout = 'x'", "'dropout' is 'x', of the type str; it takes float"),
+                ("tf32 = 1", "'tf32' is 1, of the type int; it takes bool"),
+                ("precision = 4", "'precision' is 4, of the type int; it takes text"),
+                ("data = 4", "'data' is 4, of the type int; it takes "),
+                ("vram_budget = 1.5", "'vram_budget' is 1.5, of the type float; it takes int or"),
+            )
+        ),
     ],
 )
 def test_a_malformed_matrix_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -152,12 +188,15 @@ def record_of(options: GateOptions, verdict: str = "exact") -> Record:
     divergence = {"step": 2, "surface": "loss", "tensor": "micro-batch 0"}
     found = divergence if verdict == "diverged" else None
     return {
+        "kind": "training-parity",
         "verdict": verdict,
         "asked": settings_of(options),
         "steps": options.steps,
-        "steps_compared": 1,
+        "steps_compared": options.steps if verdict == "exact" else 1,
         "void_reasons": ["nothing moved"],
-        "surfaces": {name: {"first_divergence": found} for name in SURFACES},
+        "surfaces": {
+            name: {"exact": found is None, "first_divergence": found} for name in SURFACES
+        },
         "control": {"first_divergence": divergence},
         "planted_fault": {"name": options.plant},
         "stack": {},
@@ -224,6 +263,87 @@ def test_a_row_runs_again_when_its_record_is_not_its_own_or_not_final(tmp_path: 
     assert [o.kept for o in run([changed], Runner(), folder=tmp_path)] == [False]
 
 
+def test_a_row_of_as_many_layers_as_fit_is_done(tmp_path: Path) -> None:
+    class Fitting(Runner):
+        """Settles how many layers fit, as a gate does."""
+
+        def __call__(self, options: GateOptions, **more: Any) -> Record:
+            return super().__call__(attrs.evolve(options, layers=2), **more)
+
+    fit = row("a", settings={"layers": "fit"})
+    assert [o.kept for o in run([fit], Fitting(), folder=tmp_path)] == [False]
+    assert [o.kept for o in run([fit], Fitting(), folder=tmp_path)] == [True]
+    # the record of a number of layers is none of as many as fit
+    run([row("a", settings={"layers": 1})], Runner(), folder=tmp_path)
+    assert [o.kept for o in run([fit], Fitting(), folder=tmp_path)] == [False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.pop("kind"),
+        lambda record: record.update(kind="negative-control"),
+        lambda record: record.update(kind="trainer-loop-parity"),
+        lambda record: record.pop("surfaces"),
+        lambda record: record["surfaces"].pop("loss"),
+        lambda record: record["surfaces"]["loss"].update(exact=False),
+        lambda record: record.update(steps_compared=1),
+        lambda record: record.update(verdict="caught"),
+        lambda record: record.update(asked=3),
+    ],
+)
+def test_what_is_no_whole_record_of_a_row_is_run_again(
+    change: Callable[[Record], object], tmp_path: Path
+) -> None:
+    run([row("a")], Runner(), folder=tmp_path)
+    path = tmp_path / "a.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    assert [o.kept for o in run([row("a")], Runner(), folder=tmp_path)] == [False]
+    path.write_text("[]")
+    assert [o.kept for o in run([row("a")], Runner(), folder=tmp_path)] == [False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(verdict="exact"),
+        lambda record: record.update(record["clean"]),
+        lambda record: record["faulty"].update(verdict="exact"),
+        lambda record: record["clean"].update(verdict="diverged"),
+        lambda record: record.pop("clean"),
+    ],
+)
+def test_what_is_no_whole_record_of_a_control_is_run_again(
+    change: Callable[[Record], object], tmp_path: Path
+) -> None:
+    planted = row("c", settings={"plant": "early-read"})
+    run([planted], Runner({0: "caught"}), folder=tmp_path)
+    path = tmp_path / "c.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps({**record, "asked": settings_of(planted.options())}))
+    assert [o.kept for o in run([planted], Runner({0: "caught"}), folder=tmp_path)] == [False]
+
+
+def test_a_record_that_cannot_be_written_ends_its_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = content.os.replace
+
+    def replace(part: Path, target: Path) -> None:
+        if target.name == "a.json":
+            raise OSError(28, "No space left on device")
+        real(part, target)
+
+    monkeypatch.setattr(content.os, "replace", replace)
+    first, second = run([row("a"), row("b")], Runner(), folder=tmp_path)
+    assert (first.status, second.status) == ("refused", "exact")
+    assert "a.json' cannot be written (No space left on device)" in first.detail
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
+
+
 def test_rows_that_cannot_run_now_are_pending(tmp_path: Path) -> None:
     rows = [
         row("gpu", device="cuda"),
@@ -238,6 +358,8 @@ def test_rows_that_cannot_run_now_are_pending(tmp_path: Path) -> None:
     assert found[1].detail.startswith("needs more than 9 minutes, 5.0 are left")
     assert found[2].detail == "needs d.safetensors; say where it is with --data-dir"
     assert exit_status(found) == 0
+    assert exit_status(found[:3]) == 4, "nothing has run"
+    assert exit_status([]) == 0
     ((options, state, minutes),) = runner.calls
     assert (options.seed, state) == (0, tmp_path / "short.state")
     assert minutes is not None
@@ -416,6 +538,84 @@ def test_flags_without_effect_are_refused(
 def test_minutes_need_a_folder(gate_cli: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = gate_cli("--matrix", "ci", "--minutes", "3")
     assert (code, "needs --json-dir DIR" in err) == (2, True)
+
+
+def test_a_folder_takes_one_matrix_at_a_time(
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    arguments = ("--matrix", "ci", "--row", "ci-qwen3", "--json-dir", str(tmp_path))
+    with (tmp_path / ".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        code, _, err = gate_cli(*arguments)
+        assert (code, "Another matrix runs in" in err) == (2, True)
+    assert list(tmp_path.glob("*.json")) == []
+    (tmp_path / "file").write_text("")
+    code, _, err = gate_cli(*arguments[:-1], str(tmp_path / "file" / "in"))
+    assert (code, "Nothing can be written to" in err) == (2, True)
+
+
+def test_a_matrix_without_time_for_any_row_says_so(
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text(
+        "[[row]]\nname = 'a'\ngroup = 'g'\norder = 1\nneeds_minutes = 60\n"
+        "settings = { family = 'qwen2', shape = 'tiny' }"
+    )
+    code, out, _ = gate_cli("--matrix", str(file), "--json-dir", str(tmp_path), "--minutes", "5")
+    assert (code, "a: pending (needs more than 60 minutes" in out) == (4, True)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_matrix_that_is_ended_ends_its_children(jobs: int, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = (
+        f"import os, time, pathlib; note = pathlib.Path({str(note)!r}); "
+        "part = note.with_suffix('.part'); part.write_text(str(os.getpid())); "
+        "part.replace(note); time.sleep(120)"
+    )
+    (tmp_path / "run.py").write_text(f"""
+import sys
+import torch
+from pathlib import Path
+from poros.cli import gate_matrix
+torch.cuda.is_available = lambda: True
+gate_matrix._CHILD = {child!r}
+gate_matrix.gate_matrix(
+    "ci", rows=["ci-qwen3"], folder=Path({str(tmp_path)!r}), data=None, minutes=None,
+    json_file=None, jobs={jobs},
+)
+""")
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "run.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + 60
+        while not note.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        number = int(note.read_text())
+        parent.terminate()
+        assert parent.wait(timeout=30) == 128 + signal.SIGTERM
+    finally:
+        parent.kill()
+        parent.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+
+
+def test_a_child_s_half_record_ends_its_row_alone() -> None:
+    class Half(gate_matrix.Children):
+        def completed(self, command: Sequence[str]) -> tuple[int, str]:
+            Path(command[command.index("--json") + 1]).write_text('{"kind": "training-')
+            return 70, "OSError: no space\n"
+
+    child = partial(gate_matrix.in_a_child, children=Half(shown=False))
+    rows = [row("a"), row("b")]
+    found = run_matrix(rows, run=child, observer=Watch(), cuda=False)
+    assert [o.status for o in found] == ["refused", "refused"]
+    assert found[0].detail == "the gate's process ended with status 70: OSError: no space"
 
 
 def test_a_child_gets_the_row_s_flags(tmp_path: Path) -> None:

@@ -20,14 +20,18 @@ from typing import Any, Literal, Protocol
 import attrs
 from attrs import field, frozen
 
-from poros_core.errors import PorosError
+from poros_core.errors import GateError, PorosError
+from poros_core.gate.content import write_whole
 from poros_core.gate.flags import command_of, same_settings, settings_of
 from poros_core.gate.matrix import CONTROL, Row
-from poros_core.gate.options import GateOptions
+from poros_core.gate.options import FIT, GateOptions
+from poros_core.status import PARITY
 
 __all__ = ["MatrixObserver", "Outcome", "RowRunner", "exit_status", "run_matrix"]
 
-_FINAL = ("exact", "not-deterministic", "caught")
+_FINAL = ("exact", "not-deterministic")
+_KINDS = (PARITY, "leading-layers-parity")
+_TIME_IS_UP = 4
 
 Status = Literal[
     "exact", "diverged", "void", "not-deterministic", "caught", "missed", "refused", "pending"
@@ -168,8 +172,11 @@ class _Crowd:
 
 
 def exit_status(outcomes: Iterable[Outcome]) -> int:
-    """Return what the command line exits with: the worst of all; what is pending is no failure."""
+    """Return what the command line exits with: the worst of all. What is pending is no failure, as
+    long as not every row is."""
     found = {outcome.status for outcome in outcomes}
+    if found == {"pending"}:
+        return _TIME_IS_UP
     if found & {"diverged", "missed"}:
         return 1
     if found & {"void", "refused"}:
@@ -184,14 +191,41 @@ def _done(row: Row, folder: Path | None) -> Outcome | None:
     path = folder / f"{row.name}.json"
     try:
         record: Any = json.loads(path.read_text(encoding="utf-8"))
-        verdict, asked = record["verdict"], record["asked"]
-    except FileNotFoundError:
+        if not _is_final(record, row) or not _is_own(record, row):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if verdict not in _FINAL or not same_settings(asked, settings_of(row.options())):
-        return None
-    return Outcome(row=row, status=verdict, kept=True, record=record)
+    return Outcome(row=row, status=record["verdict"], kept=True, record=record)
+
+
+def _is_final(record: Mapping[str, Any], row: Row) -> bool:
+    """Say whether a record is whole, of the row's kind, and needs no second run."""
+    if row.planted:
+        faulty, clean = record["faulty"], record["clean"]
+        return (
+            (record["kind"], record["verdict"]) == (CONTROL, "caught")
+            and (_is_whole(faulty), faulty["verdict"]) == (True, "diverged")
+            and (_is_whole(clean), clean["verdict"]) == (True, "exact")
+        )
+    return _is_whole(record) and record["verdict"] in _FINAL
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Say whether a record is a gate's, and its surfaces say what its verdict does."""
+    exact = [record["surfaces"][surface]["exact"] for surface in _ORDER]
+    if record["verdict"] == "exact":
+        fits = all(exact) and record["steps_compared"] == record["steps"]
+    else:
+        fits = record["verdict"] != "diverged" or not all(exact)
+    return record["kind"] in _KINDS and fits
+
+
+def _is_own(record: Mapping[str, Any], row: Row) -> bool:
+    """Say whether a record was asked for as the row asks."""
+    wanted, asked = settings_of(row.options()), record["asked"]
+    if wanted["layers"] == FIT:  # a record says how many did
+        asked = {**asked, "layers": record["row"]["settings"]["layers"]}
+    return same_settings(asked, wanted)
 
 
 def _not_now(row: Row, *, cuda: bool, data: Path | None, left: float | None) -> Outcome | None:
@@ -234,8 +268,16 @@ class _RowRun:
             record = (
                 self._control() if self._row.planted else self._gate(self._row.options(self._data))
             )
+            return self._ended(record)
         except PorosError as error:
             return Outcome(row=self._row, status="refused", detail=str(error))
+
+    def _ended(self, record: Mapping[str, Any]) -> Outcome:
+        """Return what a record came to, and write it.
+
+        Raises:
+            GateError: it cannot be written.
+        """
         verdict = record["verdict"]
         beside = self._most_beside(ended=verdict != "unfinished")
         if verdict == "unfinished":
@@ -246,8 +288,7 @@ class _RowRun:
             record = {**_without_times(record), "beside": beside}
         record = {**record, "row": attrs.asdict(self._row)}
         if self._folder is not None:
-            path = self._folder / f"{self._row.name}.json"
-            path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            _write(self._folder / f"{self._row.name}.json", f"{json.dumps(record, indent=2)}\n")
         return Outcome(row=self._row, status=verdict, detail=_detail(record), record=record)
 
     def _most_beside(self, *, ended: bool) -> int:
@@ -261,11 +302,11 @@ class _RowRun:
             return found
         kept = self._folder / f"{self._row.name}.beside"
         if kept.exists():
-            found = max(found, int(kept.read_text(encoding="utf-8")))
+            found = max(found, _number(kept))
         if ended:
             kept.unlink(missing_ok=True)
         elif found:
-            kept.write_text(str(found), encoding="utf-8")
+            _write(kept, str(found))
         return found
 
     def _gate(self, options: GateOptions, *, part: str = "") -> Mapping[str, Any]:
@@ -301,6 +342,23 @@ class _RowRun:
             "stack": faulty["stack"],
             "date": faulty["date"],
         }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise GateError(
+            f"'{path}' cannot be written ({error.strerror}). Make room, or name another folder."
+        ) from error
+
+
+def _number(path: Path) -> int:
+    """Return the number in a file: some, if it cannot be told how many."""
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return 1
 
 
 def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
