@@ -22,15 +22,13 @@ from attrs import field, frozen
 
 from poros_core.errors import GateError, PorosError
 from poros_core.gate.content import write_whole
-from poros_core.gate.flags import command_of, same_settings, settings_of
+from poros_core.gate.flags import command_of
 from poros_core.gate.matrix import CONTROL, Row
-from poros_core.gate.options import FIT, GateOptions
-from poros_core.status import PARITY
+from poros_core.gate.matrix_done import SURFACES, record_that_is_done
+from poros_core.gate.options import GateOptions
 
 __all__ = ["MatrixObserver", "Outcome", "RowRunner", "exit_status", "run_matrix"]
 
-_FINAL = ("exact", "not-deterministic")
-_KINDS = (PARITY, "leading-layers-parity")
 _TIME_IS_UP = 4
 
 Status = Literal[
@@ -186,46 +184,10 @@ def exit_status(outcomes: Iterable[Outcome]) -> int:
 
 def _done(row: Row, folder: Path | None) -> Outcome | None:
     """Return the outcome of a row whose record is there already."""
-    if folder is None:
-        return None
-    path = folder / f"{row.name}.json"
-    try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
-        if not _is_final(record, row) or not _is_own(record, row):
-            return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    record = None if folder is None else record_that_is_done(row, folder)
+    if record is None:
         return None
     return Outcome(row=row, status=record["verdict"], kept=True, record=record)
-
-
-def _is_final(record: Mapping[str, Any], row: Row) -> bool:
-    """Say whether a record is whole, of the row's kind, and needs no second run."""
-    if row.planted:
-        faulty, clean = record["faulty"], record["clean"]
-        return (
-            (record["kind"], record["verdict"]) == (CONTROL, "caught")
-            and (_is_whole(faulty), faulty["verdict"]) == (True, "diverged")
-            and (_is_whole(clean), clean["verdict"]) == (True, "exact")
-        )
-    return _is_whole(record) and record["verdict"] in _FINAL
-
-
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Say whether a record is a gate's, and its surfaces say what its verdict does."""
-    exact = [record["surfaces"][surface]["exact"] for surface in _ORDER]
-    if record["verdict"] == "exact":
-        fits = all(exact) and record["steps_compared"] == record["steps"]
-    else:
-        fits = record["verdict"] != "diverged" or not all(exact)
-    return record["kind"] in _KINDS and fits
-
-
-def _is_own(record: Mapping[str, Any], row: Row) -> bool:
-    """Say whether a record was asked for as the row asks."""
-    wanted, asked = settings_of(row.options()), record["asked"]
-    if wanted["layers"] == FIT:  # a record says how many did
-        asked = {**asked, "layers": record["row"]["settings"]["layers"]}
-    return same_settings(asked, wanted)
 
 
 def _not_now(row: Row, *, cuda: bool, data: Path | None, left: float | None) -> Outcome | None:
@@ -372,12 +334,9 @@ def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_ORDER = ("loss", "grad_norms", "optimizer_state", "adapter_weights")
-
-
 def _first(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the first divergence of the streamed arm."""
-    found = [d for s in _ORDER if (d := record["surfaces"][s]["first_divergence"]) is not None]
+    found = [d for s in SURFACES if (d := record["surfaces"][s]["first_divergence"]) is not None]
     return min(found, key=lambda divergence: divergence["step"], default=None)
 
 
