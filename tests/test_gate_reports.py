@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -21,9 +22,10 @@ from poros_core.gate import options as gate_options
 from poros_core.gate.arms import Arm, Workshop
 from poros_core.gate.card import BEGIN, END, card_section, check_card, write_card
 from poros_core.gate.evidence import Evidence
+from poros_core.gate.fingerprints import sealed
 from poros_core.gate.html_report import html_report
 from poros_core.gate.layers import cut_checkpoint, leading
-from poros_core.gate.meaning import proof
+from poros_core.gate.meaning import proof, to_repeat
 from poros_core.gate.options import subject_of
 from poros_core.gate.packed_checkpoint import write_packed_checkpoint
 from poros_core.gate.random_checkpoint import write_random_checkpoint
@@ -310,12 +312,17 @@ def fingerprints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GateRe
     return file, run_gate(SHORT, command="poros gate ...", files=GateFiles(write_fingerprints=file))
 
 
-def elsewhere(file: Path, folder: Path, **stack: str) -> Path:
+def forged(file: Path, folder: Path, change: Callable[[Any], object], *, seal: bool = True) -> Path:
+    """Return a copy that was changed, and that its seal fits if that is made anew."""
     content = json.loads(file.read_text())
-    content["stack"] |= stack
+    change(content)
     copied = folder / "elsewhere.json"
-    copied.write_text(json.dumps(content))
+    copied.write_text(json.dumps(sealed(content) if seal else content))
     return copied
+
+
+def elsewhere(file: Path, folder: Path, **stack: str) -> Path:
+    return forged(file, folder, lambda content: content["stack"].update(stack))
 
 
 def test_on_an_equal_stack_fingerprints_decide_on_bits(
@@ -397,14 +404,105 @@ def test_fingerprints_of_other_inputs_are_refused(
     fingerprints: tuple[Path, GateResult], tmp_path: Path
 ) -> None:
     content = json.loads(fingerprints[0].read_text())
-    content["checkpoint"]["model.safetensors"]["header_sha256"] = "0"
+    assert content["checkpoint"].keys() == {"config.json", "model.safetensors"}
+    content["checkpoint"]["model.safetensors"]["samples_sha256"] = "0"
     other, none = tmp_path / "other", tmp_path / "none"
-    other.write_text(json.dumps(content))
+    other.write_text(json.dumps(sealed(content)))
     none.write_text(json.dumps({"kind": "training-parity"}))
-    with pytest.raises(GateError, match="was written with other inputs"):
+    with pytest.raises(GateError, match=r"other inputs: model\.safetensors is another"):
         run_gate(SHORT, files=GateFiles(against=other))
     with pytest.raises(GateError, match="holds no fingerprints"):
         run_gate(SHORT, files=GateFiles(against=none))
+
+
+def set_losses(content: Any, value: float) -> None:
+    for step in content["steps"]:
+        step["surfaces"]["loss"]["values"]["micro-batch 0"] = [value]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("asked"), "has no 'asked'"),
+        (lambda c: c.pop("stack"), "has no 'stack'"),
+        (lambda c: c.pop("steps"), "has no 'steps'"),
+        (lambda c: c.update(checkpoint=[]), "has no 'checkpoint'"),
+        (lambda c: c.pop("version"), "another version of Poros wrote it"),
+        (lambda c: c["steps"].reverse(), "has no step 1 where that belongs"),
+        (lambda c: c["steps"][1]["surfaces"].pop("loss"), "step 2 has no 'loss'"),
+        (lambda c: c["steps"][0]["surfaces"]["loss"].pop("values"), "step 1 has no 'loss'"),
+        (lambda c: set_losses(c, 9.0), "contradicts itself: at step 1 its hash of loss is"),
+    ],
+)
+def test_fingerprints_that_lack_something_are_refused(
+    change: Callable[[Any], object],
+    message: str,
+    fingerprints: tuple[Path, GateResult],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(GateError, match=message):
+        run_gate(SHORT, files=GateFiles(against=forged(fingerprints[0], tmp_path, change)))
+
+
+def test_fingerprints_that_were_changed_are_refused(
+    fingerprints: tuple[Path, GateResult], tmp_path: Path
+) -> None:
+    file = forged(fingerprints[0], tmp_path, lambda c: set_losses(c, 9.0), seal=False)
+    with pytest.raises(GateError, match="was changed since it was written"):
+        run_gate(SHORT, files=GateFiles(against=file))
+
+
+def test_a_stack_that_does_not_say_all_is_another_one(
+    fingerprints: tuple[Path, GateResult], tmp_path: Path
+) -> None:
+    file = forged(fingerprints[0], tmp_path, lambda c: c["stack"].pop("gpu"))
+    result = run_gate(SHORT, files=GateFiles(against=file))
+    assert (result.verdict, result.record["against"]["differing"]) == ("other-stack", ["gpu"])
+
+
+def test_on_a_cpu_bits_are_of_its_model_and_threads(
+    fingerprints: tuple[Path, GateResult], tmp_path: Path
+) -> None:
+    stack = json.loads(fingerprints[0].read_text())["stack"]
+    assert stack["cpu_threads"] == 1
+    assert stack["cpu_kernels"] == torch.backends.cpu.get_cpu_capability()
+    for name, value in (("cpu_threads", 3), ("cpu_model", "another")):
+        file = forged(
+            fingerprints[0], tmp_path, lambda c, n=name, v=value: c["stack"].update({n: v})
+        )
+        result = run_gate(SHORT, files=GateFiles(against=file))
+        assert (result.verdict, result.record["against"]["differing"]) == ("other-stack", [name])
+
+
+def test_a_difference_without_bound_is_null_in_a_record(
+    fingerprints: tuple[Path, GateResult], tmp_path: Path
+) -> None:
+    def change(content: Any) -> None:
+        content["stack"]["torch"] = "9.9"
+        set_losses(content, float("nan"))
+        for step in content["steps"]:
+            step["surfaces"]["loss"]["sha256"] = "0"
+
+    file = forged(fingerprints[0], tmp_path, change)
+    record = run_gate(SHORT, files=GateFiles(against=file)).record
+    assert record["against"]["largest"]["loss"] is None
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_record_names_its_fingerprints(fingerprints: tuple[Path, GateResult]) -> None:
+    file = fingerprints[0]
+    record = run_gate(SHORT, files=GateFiles(against=file)).record
+    against = record["against"]
+    assert (against["file"], against["command"]) == ("f.json", "poros gate ...")
+    assert against["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert to_repeat(record).endswith("--dropout 0.1 --layers 1 --against f.json")
+    assert "--against f.json" in card_section(record)
+
+
+def test_resuming_goes_without_fingerprints(fingerprints: tuple[Path, GateResult]) -> None:
+    resumed = attrs.evolve(SHORT, resume_at=1)
+    with pytest.raises(GateError, match="--resume-at goes without --against"):
+        run_gate(resumed, files=GateFiles(against=fingerprints[0]))
 
 
 # the report and the card

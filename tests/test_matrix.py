@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from poros.cli import gate as gate_command
 from poros.cli import gate_matrix
 from poros_core.errors import GateError
-from poros_core.gate import GateOptions
+from poros_core.gate import GateOptions, content
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES
 from poros_core.gate.flags import flags_of, options_of, settings_of
 from poros_core.gate.matrix import Row, read_matrix
 from poros_core.gate.matrix_run import Outcome, exit_status, run_matrix
-from poros_core.gate.options import PLANTS
+from poros_core.gate.options import PLANTS, subject_of
+from poros_core.gate.progress import Progress, pack, unpack
+from poros_core.gate.random_checkpoint import write_random_checkpoint
 from poros_core.gate.run import GateFiles, run_gate
 from poros_core.plugins import plugins
 
@@ -107,6 +115,38 @@ def test_settings_survive_json() -> None:
         ),
         ("[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\ndevice = 'tpu'", "device is 'any' or"),
         (2 * "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\n", "two rows 'a'"),
+        ("row = 3", "has no row"),
+        ("row = [3]", "has no row"),
+        ("[row]\nname = 'a'", "has no row"),
+        ("[[row]]\nname = 'a'\norder = 'x'\ngroup = 'g'", "row 'a': order cannot be 'x'"),
+        ("[[row]]\nname = 'a'\norder = true\ngroup = 'g'", "row 'a': order cannot be True"),
+        ("[[row]]\nname = 3\norder = 1\ngroup = 'g'", "row '3': name cannot be 3"),
+        ("[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\nsettings = 3", "settings cannot be 3"),
+        (
+            "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\nneeds_minutes = '3'",
+            "needs_minutes cannot be '3'",
+        ),
+        *(
+            (f"[[row]]\nname = '{name}'\norder = 1\ngroup = 'g'", "Give it a name without '/'")
+            for name in ("../a", "a/b", "a\\b", "..", "")
+        ),
+        *(
+            (
+                "[[row]]\nname = 'a'\norder = 1\ngroup = 'g'\n"
+                f"settings = {{ family = 'qwen2', shape = 'tiny', {setting} }}",
+                message,
+            )
+            for setting, message in (
+                ("steps = 2.5", "'steps' is 2.5, of the type float; it takes int"),
+                ("steps = '3'", "'steps' is '3', of the type str; it takes int"),
+                ("steps = true", "'steps' is True, of the type bool; it takes int"),
+                ("dropout = 'x'", "'dropout' is 'x', of the type str; it takes float"),
+                ("tf32 = 1", "'tf32' is 1, of the type int; it takes bool"),
+                ("precision = 4", "'precision' is 4, of the type int; it takes text"),
+                ("data = 4", "'data' is 4, of the type int; it takes "),
+                ("vram_budget = 1.5", "'vram_budget' is 1.5, of the type float; it takes int or"),
+            )
+        ),
     ],
 )
 def test_a_malformed_matrix_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -148,12 +188,15 @@ def record_of(options: GateOptions, verdict: str = "exact") -> Record:
     divergence = {"step": 2, "surface": "loss", "tensor": "micro-batch 0"}
     found = divergence if verdict == "diverged" else None
     return {
+        "kind": "training-parity",
         "verdict": verdict,
         "asked": settings_of(options),
         "steps": options.steps,
-        "steps_compared": 1,
+        "steps_compared": options.steps if verdict == "exact" else 1,
         "void_reasons": ["nothing moved"],
-        "surfaces": {name: {"first_divergence": found} for name in SURFACES},
+        "surfaces": {
+            name: {"exact": found is None, "first_divergence": found} for name in SURFACES
+        },
         "control": {"first_divergence": divergence},
         "planted_fault": {"name": options.plant},
         "stack": {},
@@ -220,6 +263,87 @@ def test_a_row_runs_again_when_its_record_is_not_its_own_or_not_final(tmp_path: 
     assert [o.kept for o in run([changed], Runner(), folder=tmp_path)] == [False]
 
 
+def test_a_row_of_as_many_layers_as_fit_is_done(tmp_path: Path) -> None:
+    class Fitting(Runner):
+        """Settles how many layers fit, as a gate does."""
+
+        def __call__(self, options: GateOptions, **more: Any) -> Record:
+            return super().__call__(attrs.evolve(options, layers=2), **more)
+
+    fit = row("a", settings={"layers": "fit"})
+    assert [o.kept for o in run([fit], Fitting(), folder=tmp_path)] == [False]
+    assert [o.kept for o in run([fit], Fitting(), folder=tmp_path)] == [True]
+    # the record of a number of layers is none of as many as fit
+    run([row("a", settings={"layers": 1})], Runner(), folder=tmp_path)
+    assert [o.kept for o in run([fit], Fitting(), folder=tmp_path)] == [False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.pop("kind"),
+        lambda record: record.update(kind="negative-control"),
+        lambda record: record.update(kind="trainer-loop-parity"),
+        lambda record: record.pop("surfaces"),
+        lambda record: record["surfaces"].pop("loss"),
+        lambda record: record["surfaces"]["loss"].update(exact=False),
+        lambda record: record.update(steps_compared=1),
+        lambda record: record.update(verdict="caught"),
+        lambda record: record.update(asked=3),
+    ],
+)
+def test_what_is_no_whole_record_of_a_row_is_run_again(
+    change: Callable[[Record], object], tmp_path: Path
+) -> None:
+    run([row("a")], Runner(), folder=tmp_path)
+    path = tmp_path / "a.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    assert [o.kept for o in run([row("a")], Runner(), folder=tmp_path)] == [False]
+    path.write_text("[]")
+    assert [o.kept for o in run([row("a")], Runner(), folder=tmp_path)] == [False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(verdict="exact"),
+        lambda record: record.update(record["clean"]),
+        lambda record: record["faulty"].update(verdict="exact"),
+        lambda record: record["clean"].update(verdict="diverged"),
+        lambda record: record.pop("clean"),
+    ],
+)
+def test_what_is_no_whole_record_of_a_control_is_run_again(
+    change: Callable[[Record], object], tmp_path: Path
+) -> None:
+    planted = row("c", settings={"plant": "early-read"})
+    run([planted], Runner({0: "caught"}), folder=tmp_path)
+    path = tmp_path / "c.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps({**record, "asked": settings_of(planted.options())}))
+    assert [o.kept for o in run([planted], Runner({0: "caught"}), folder=tmp_path)] == [False]
+
+
+def test_a_record_that_cannot_be_written_ends_its_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = content.os.replace
+
+    def replace(part: Path, target: Path) -> None:
+        if target.name == "a.json":
+            raise OSError(28, "No space left on device")
+        real(part, target)
+
+    monkeypatch.setattr(content.os, "replace", replace)
+    first, second = run([row("a"), row("b")], Runner(), folder=tmp_path)
+    assert (first.status, second.status) == ("refused", "exact")
+    assert "a.json' cannot be written (No space left on device)" in first.detail
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
+
+
 def test_rows_that_cannot_run_now_are_pending(tmp_path: Path) -> None:
     rows = [
         row("gpu", device="cuda"),
@@ -234,6 +358,8 @@ def test_rows_that_cannot_run_now_are_pending(tmp_path: Path) -> None:
     assert found[1].detail.startswith("needs more than 9 minutes, 5.0 are left")
     assert found[2].detail == "needs d.safetensors; say where it is with --data-dir"
     assert exit_status(found) == 0
+    assert exit_status(found[:3]) == 4, "nothing has run"
+    assert exit_status([]) == 0
     ((options, state, minutes),) = runner.calls
     assert (options.seed, state) == (0, tmp_path / "short.state")
     assert minutes is not None
@@ -414,6 +540,84 @@ def test_minutes_need_a_folder(gate_cli: Callable[..., tuple[int, str, str]]) ->
     assert (code, "needs --json-dir DIR" in err) == (2, True)
 
 
+def test_a_folder_takes_one_matrix_at_a_time(
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    arguments = ("--matrix", "ci", "--row", "ci-qwen3", "--json-dir", str(tmp_path))
+    with (tmp_path / ".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        code, _, err = gate_cli(*arguments)
+        assert (code, "Another matrix runs in" in err) == (2, True)
+    assert list(tmp_path.glob("*.json")) == []
+    (tmp_path / "file").write_text("")
+    code, _, err = gate_cli(*arguments[:-1], str(tmp_path / "file" / "in"))
+    assert (code, "Nothing can be written to" in err) == (2, True)
+
+
+def test_a_matrix_without_time_for_any_row_says_so(
+    gate_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text(
+        "[[row]]\nname = 'a'\ngroup = 'g'\norder = 1\nneeds_minutes = 60\n"
+        "settings = { family = 'qwen2', shape = 'tiny' }"
+    )
+    code, out, _ = gate_cli("--matrix", str(file), "--json-dir", str(tmp_path), "--minutes", "5")
+    assert (code, "a: pending (needs more than 60 minutes" in out) == (4, True)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_matrix_that_is_ended_ends_its_children(jobs: int, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = (
+        f"import os, time, pathlib; note = pathlib.Path({str(note)!r}); "
+        "part = note.with_suffix('.part'); part.write_text(str(os.getpid())); "
+        "part.replace(note); time.sleep(120)"
+    )
+    (tmp_path / "run.py").write_text(f"""
+import sys
+import torch
+from pathlib import Path
+from poros.cli import gate_matrix
+torch.cuda.is_available = lambda: True
+gate_matrix._CHILD = {child!r}
+gate_matrix.gate_matrix(
+    "ci", rows=["ci-qwen3"], folder=Path({str(tmp_path)!r}), data=None, minutes=None,
+    json_file=None, jobs={jobs},
+)
+""")
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "run.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + 60
+        while not note.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        number = int(note.read_text())
+        parent.terminate()
+        assert parent.wait(timeout=30) == 128 + signal.SIGTERM
+    finally:
+        parent.kill()
+        parent.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+
+
+def test_a_child_s_half_record_ends_its_row_alone() -> None:
+    class Half(gate_matrix.Children):
+        def completed(self, command: Sequence[str]) -> tuple[int, str]:
+            Path(command[command.index("--json") + 1]).write_text('{"kind": "training-')
+            return 70, "OSError: no space\n"
+
+    child = partial(gate_matrix.in_a_child, children=Half(shown=False))
+    rows = [row("a"), row("b")]
+    found = run_matrix(rows, run=child, observer=Watch(), cuda=False)
+    assert [o.status for o in found] == ["refused", "refused"]
+    assert found[0].detail == "the gate's process ended with status 70: OSError: no space"
+
+
 def test_a_child_gets_the_row_s_flags(tmp_path: Path) -> None:
     options = row("a", settings={"steps": 9}).options()
     commands: list[list[str]] = []
@@ -535,9 +739,9 @@ def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
     run_gate(one, files=GateFiles(state=file, minutes=1e-9))
     with pytest.raises(GateError, match="saved state of a gate with other settings"):
         run_gate(attrs.evolve(one, seed=1), files=GateFiles(state=file))
-    state = torch.load(file, weights_only=True)
+    state = unpack(file.read_bytes())
     del state["identity"]["asked"]["control"]  # from before there was such a setting
-    torch.save(state, file)
+    file.write_bytes(b"".join(pack(state)))
     keep = Keep()
     run_gate(one, observer=keep, files=GateFiles(state=file, minutes=1e-9))
     assert any("going on after step" in phase for phase in keep.phases)
@@ -546,6 +750,140 @@ def test_the_state_of_another_gate_or_stack_is_not_gone_on_from(
     keep = Keep()
     run_gate(one, observer=keep, files=GateFiles(state=file))
     assert any("another stack or commit" in phase for phase in keep.phases)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A saved state of ``LONG`` after its first step."""
+    file = tmp_path_factory.mktemp("kept") / "state"
+    run_gate(LONG, files=GateFiles(state=file, minutes=1e-9))
+    assert list(file.parent.iterdir()) == [file], "nothing half-written is left"
+    return file.read_bytes()
+
+
+def flipped(content: bytes) -> bytes:
+    """Return a state with bits of an adapter turned over, which torch would load."""
+    params = unpack(content)["arm"]["params"]
+    raw = next(params[n] for n in params if "lora_A" in n).numpy().tobytes()
+    at = content.index(raw)
+    return content[:at] + bytes(byte ^ 7 for byte in raw) + content[at + len(raw) :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"garbage\n",
+        lambda content: b"\x80\x02hello",
+        lambda content: content[: len(content) // 2],
+        flipped,
+    ],
+    ids=["empty", "text", "pickle", "half", "flipped"],
+)
+def test_a_damaged_state_is_refused(
+    damage: Callable[[bytes], bytes], kept: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "state"
+    file.write_bytes(damage(kept))
+    with pytest.raises(GateError, match=r"no saved state of a gate .* Remove it to begin anew"):
+        run_gate(LONG, files=GateFiles(state=file))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("arm"), "has no 'arm'"),
+        (lambda state: state.pop("identity"), "has no 'identity'"),
+        (lambda state: state["identity"].pop("inputs"), "has no 'inputs'"),
+        (lambda state: state["arm"].pop("rng"), "has no 'rng'"),
+        (lambda state: state.update(identity=3), "has no 'identity'"),
+        (lambda state: state.update(step=2), "at step 2 and has not as many losses"),
+        (lambda state: state.update(step=4), "step 4 is none of the gate's"),
+        (lambda state: state["losses"].pop("streamed"), "has not as many losses"),
+        (lambda state: state["segments"][0].update(first=2), "segments are not the steps from 1"),
+        (lambda state: state["segments"][0].pop("first"), "an entry is not what it can be"),
+        (lambda state: state["meters"].pop("control"), "no measurements of the arm 'control'"),
+        (lambda state: state["arm"]["params"].popitem(), "are not those of the gate"),
+    ],
+)
+def test_a_state_at_odds_with_itself_is_refused(
+    change: Callable[[Any], object], message: str, kept: bytes, tmp_path: Path
+) -> None:
+    file, state = tmp_path / "state", unpack(kept)
+    change(state)
+    file.write_bytes(b"".join(pack(state)))
+    with pytest.raises(GateError, match=message):
+        run_gate(LONG, files=GateFiles(state=file))
+
+
+def test_two_gates_may_write_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (Progress(path=tmp_path / "s", identity={}) for _ in range(2))
+    arms: Any = {"resident": Empty()}
+    real = content.os.replace
+
+    def replace(part: Path, target: Path) -> None:
+        monkeypatch.setattr(content.os, "replace", real)
+        other.save_if_due(arms, now=True)  # while the first one's is ready
+        real(part, target)
+
+    monkeypatch.setattr(content.os, "replace", replace)
+    one.save_if_due(arms, now=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+class Empty:
+    """An arm without anything, and its meter."""
+
+    @property
+    def meter(self) -> Empty:
+        return self
+
+    def state(self) -> Record:
+        return {}
+
+
+def checkpoint(folder: Path, seed: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = subject_of(attrs.evolve(LONG, layers=2)).config
+    write_random_checkpoint(
+        config, folder, seed=seed, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    return folder
+
+
+def records(file: Path, seed: int) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    ids = torch.randint(0, 90, (240,), generator=torch.Generator().manual_seed(seed))
+    offsets, prompts = torch.arange(0, 241, 20), torch.full((12,), 2)
+    save_file({"ids": ids.int(), "offsets": offsets, "prompt_len": prompts}, file)
+    return file
+
+
+def test_the_state_of_other_weights_or_data_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    model = checkpoint(tmp_path / "model", 0)
+    asked = GateOptions(
+        model=str(model), steps=3, seq_len=32, batch=2, rank=4, data=records(tmp_path / "a/t", 0)
+    )
+    run_gate(asked, files=GateFiles(state=file, minutes=1e-9))
+    state = file.read_bytes()
+    other = attrs.evolve(asked, data=records(tmp_path / "b/t", 1))
+    with pytest.raises(GateError, match="on other files: data differs"):
+        run_gate(other, files=GateFiles(state=file))
+    config = model / "config.json"
+    text = config.read_text()
+    config.write_text(json.dumps({**json.loads(text), "rms_norm_eps": 1e-3}))
+    with pytest.raises(GateError, match=r"on other files: config\.json differs"):
+        run_gate(asked, files=GateFiles(state=file))
+    config.write_text(text)
+    assert run_gate(asked, files=GateFiles(state=file)).verdict == "exact"
+    file.write_bytes(state)
+    (weights,) = model.glob("*.safetensors")
+    when = weights.stat().st_mtime_ns
+    checkpoint(model, 1)
+    os.utime(weights, ns=(when, when))
+    with pytest.raises(GateError, match=r"on other files: model\.safetensors differs"):
+        run_gate(asked, files=GateFiles(state=file))
 
 
 @pytest.mark.parametrize(

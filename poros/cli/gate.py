@@ -103,7 +103,8 @@ def gate(
 
     Exit status: 0 exact; 1 diverged; 2 bad input, or void: the run does not prove that anything
     streamed or trained; 3 nothing can be said of bits: two resident runs differ already, or
-    fingerprints come from another stack; 4 the time was up.
+    fingerprints come from another stack; 4 the time was up, or no row of a matrix could run to its
+    end. Rows that are left are no failure otherwise.
     """
     options = options_of(
         {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ _COLOURS = {
 }
 _CHILD = "from poros.cli import main; main()"
 _BAD_INPUT = 2
+_LOCK = ".lock"
 
 
 def gate_matrix(
@@ -60,10 +64,8 @@ def gate_matrix(
             "--minutes must be more than 0, and needs --json-dir DIR with --matrix, where rows "
             "that are cut short are kept."
         )
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
     out = console()
-    with quiet_libraries():
+    with quiet_libraries(), _alone_in(folder), _ended_by_signals():
         import torch
 
         cuda = torch.cuda.is_available()
@@ -154,10 +156,10 @@ def in_a_child(
             flags += ["--minutes", str(minutes)]
         status, errors = children.completed([sys.executable, "-c", _CHILD, *flags])
         log = None if state is None else state.with_suffix(".log")
-        if record.exists():
+        found = _read(record)
+        if found is not None:
             if log is not None:
                 log.unlink(missing_ok=True)
-            found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
             return found
         last = errors.strip().splitlines()[-1:] or ["it said nothing"]
         said = last[0].removeprefix("Error: ")
@@ -168,6 +170,66 @@ def in_a_child(
             log.write_text(errors, encoding="utf-8")
             message += f" (more in '{log}')"
         raise GateError(message)
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    """Return a child's record, or None if it left none, or not a whole one."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def _alone_in(folder: Path | None) -> Iterator[None]:
+    """Let no other matrix run in a folder.
+
+    Raises:
+        GateError: one does, or the folder cannot be locked.
+    """
+    if folder is None:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _LOCK).open("a")
+    except OSError as error:
+        raise GateError(
+            f"Nothing can be written to '{folder}' ({error.strerror}). Give another --json-dir."
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise GateError(
+                f"Another matrix runs in '{folder}'. Wait until it has ended, or give another "
+                "--json-dir."
+            ) from error
+        except OSError as error:
+            raise GateError(
+                f"'{folder}' cannot be locked ({error.strerror}), so that two matrices could write "
+                "one record. Give a --json-dir on a local disk."
+            ) from error
+        yield
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Leave by an exception when this process is to end, so that its children end too."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
 
 
 class _Display:

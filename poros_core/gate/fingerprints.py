@@ -3,7 +3,8 @@
 A file of fingerprints holds, for every step and surface, a SHA-256 over all bits, one per tensor,
 and some values: all of the loss and the gradient norms, and a few elements of every adapter and
 optimizer tensor. On an equal stack the hashes decide, bit for bit. On another one bits say nothing,
-and the largest difference among the values is what can be told.
+and the largest difference among the values is what can be told. A last entry seals the file, a
+SHA-256 over all others: what was changed since it was written is refused.
 """
 
 from __future__ import annotations
@@ -20,15 +21,24 @@ from attrs import define, field
 
 from poros_core.errors import GateError
 from poros_core.gate.compare import SURFACES, Comparison, Divergence, StepView
+from poros_core.gate.content import write_whole
 from poros_core.gate.flags import settings_of
 from poros_core.gate.options import GateOptions
 
-__all__ = ["Against", "FingerprintWriter", "checkpoint_identity"]
+__all__ = ["Against", "FingerprintWriter", "sealed"]
 
 _KIND = "resident-fingerprints"
+_VERSION = 2
+_ENTRIES: Mapping[str, type] = {
+    **{"asked": dict, "checkpoint": dict, "stack": dict, "command": str, "steps": list},
+}
+_SURFACE = {"sha256": str, "tensors": dict, "values": dict}
 _SAMPLES = 8
 _TENSOR_DIGITS = 16
-_STACK = ("gpu", "compute_capability", "driver", "cuda", "cpu", "torch", "transformers", "peft")
+_STACK = (
+    *("gpu", "compute_capability", "driver", "cuda", "cpu", "cpu_model", "cpu_kernels"),
+    *("cpu_threads", "torch", "transformers", "peft", "bitsandbytes"),
+)
 """What must be equal for bits to be: all that ``stack_of`` says but Python's and Poros' versions,
 which no resident kernel depends on."""
 _WHERE_ONLY = (
@@ -69,26 +79,21 @@ class FingerprintWriter:
         """Write the file."""
         content = {
             "kind": _KIND,
+            "version": _VERSION,
             "asked": asked,
             "checkpoint": checkpoint,
             "stack": stack,
             "command": command,
             "steps": self._steps,
         }
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_whole(path, f"{json.dumps(sealed(content))}\n".encode())
 
 
-def checkpoint_identity(folder: Path, *, data: Path | None) -> dict[str, Any]:
-    """Return what tells two inputs apart: every weight file's size and header, and the data."""
-    found: dict[str, Any] = {}
-    if data is not None:
-        found["data"] = {"sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = hashlib.sha256(file.read(length)).hexdigest()
-        found[path.name] = {"bytes": path.stat().st_size, "header_sha256": header}
-    return found
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file holds, with the seal that fits it."""
+    rest = {name: value for name, value in content.items() if name != "seal"}
+    seal = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return {**rest, "seal": seal}
 
 
 @define(eq=False)
@@ -97,12 +102,16 @@ class Against:
 
     Attributes:
         content: what the file holds.
+        file: its name, without its folder.
+        sha256: its SHA-256.
         differing_stack: names of what differs between its stack and this one.
         comparison: what comparing has found.
         largest: per surface, the largest difference among the known values so far.
     """
 
     content: Mapping[str, Any] = field(repr=False)
+    file: str
+    sha256: str
     differing_stack: Sequence[str]
     comparison: Comparison = field(factory=Comparison)
     largest: dict[str, float] = field(factory=lambda: dict.fromkeys(SURFACES, 0.0))
@@ -119,9 +128,9 @@ class Against:
         """Read a file, and check that it is of the same training.
 
         Raises:
-            GateError: it cannot be read, or settings or checkpoint differ.
+            GateError: it cannot be read or was changed, or settings or checkpoint differ.
         """
-        content = _content(path)
+        content, sha256 = _content(path)
         theirs = {**settings_of(GateOptions()), **content["asked"]}
         differing = [
             name
@@ -140,14 +149,20 @@ class Against:
                 f"'{path}' has {len(content['steps'])} steps, fewer than --steps {asked['steps']}. "
                 "Ask for as many, or write it again."
             )
+        unequal = [
+            name
+            for name in _STACK
+            if name not in content["stack"] or content["stack"][name] != stack.get(name)
+        ]
         if content["checkpoint"] != checkpoint:
+            names = [*checkpoint, *content["checkpoint"]]
+            name = next(n for n in names if content["checkpoint"].get(n) != checkpoint.get(n))
             raise GateError(
-                f"'{path}' was written with other inputs: weight files differ in name, size or "
-                "header, or the data file in its content. Use the same files."
+                f"'{path}' was written with other inputs: {name} is another one there, or is there "
+                "on one side alone. Use the same files; random weights of a shape have the same "
+                f"bits on an equal stack only (different here: {', '.join(unequal) or 'nothing'})."
             )
-        names = [*_STACK, "bitsandbytes"]
-        unequal = [name for name in names if content["stack"].get(name) != stack.get(name)]
-        return cls(content, unequal)
+        return cls(content, path.name, sha256, unequal)
 
     @property
     def same_stack(self) -> bool:
@@ -155,7 +170,11 @@ class Against:
         return not self.differing_stack
 
     def compare(self, view: StepView, *, step: int) -> bool:
-        """Compare one step; say whether to go on: always on another stack, which has no bits."""
+        """Compare one step; say whether to go on: always on another stack, which has no bits.
+
+        Raises:
+            GateError: hashes of the file are equal to this step's, and its values are not.
+        """
         theirs, ours = self.content["steps"][step - 1]["surfaces"], _surfaces(view)
         self.comparison.steps = step
         for surface in SURFACES:
@@ -164,6 +183,11 @@ class Against:
             if theirs[surface]["sha256"] != ours[surface]["sha256"]:
                 found = _divergence(step, surface, theirs[surface], ours[surface])
                 self.comparison.divergences.setdefault(surface, found)
+            elif difference:
+                raise GateError(
+                    f"'{self.file}' contradicts itself: at step {step} its hash of {surface} is "
+                    "this run's, and its values are others. Write it again."
+                )
         return not (self.same_stack and self.comparison.divergences)
 
 
@@ -177,18 +201,47 @@ class KnownDivergence(Divergence):
         )
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path) -> tuple[dict[str, Any], str]:
+    """Return what a file holds, checked, and its SHA-256."""
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        if content["kind"] != _KIND:
-            raise ValueError(f"its kind is {content['kind']!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = path.read_bytes()
+        content: Any = json.loads(text)
+        if not isinstance(content, dict) or content.get("kind") != _KIND:
+            raise ValueError("it is of another kind")
+        wrong = _contradiction(content)
+        if wrong is not None:
+            raise ValueError(wrong)
+    except (OSError, ValueError) as error:
         raise GateError(
             f"'{path}' holds no fingerprints ({error}). Write them with poros gate "
             "--write-fingerprints, on a machine where the resident arm fits."
         ) from error
-    fingerprints: dict[str, Any] = content
-    return fingerprints
+    return content, hashlib.sha256(text).hexdigest()
+
+
+def _contradiction(content: Mapping[str, Any]) -> str | None:
+    """Say what a file lacks, or that it is not what was written; None if it is sound."""
+    if content.get("version") != _VERSION:
+        return "another version of Poros wrote it"
+    for name, kind in _ENTRIES.items():
+        if not isinstance(content.get(name), kind):
+            return f"it has no '{name}', or not one that can be"
+    for number, step in enumerate(content["steps"], start=1):
+        if not isinstance(step, dict) or step.get("step") != number:
+            return f"it has no step {number} where that belongs"
+        for surface in SURFACES:
+            if not _is_surface(step.get("surfaces"), surface):
+                return f"step {number} has no '{surface}', or not one that can be"
+    if sealed(content)["seal"] != content.get("seal"):
+        return "it was changed since it was written"
+    return None
+
+
+def _is_surface(surfaces: Any, name: str) -> bool:
+    found = surfaces.get(name) if isinstance(surfaces, dict) else None
+    return isinstance(found, dict) and all(
+        isinstance(found.get(key), kind) for key, kind in _SURFACE.items()
+    )
 
 
 def _others(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -30,6 +30,13 @@ _OWN = tuple(
 SETTINGS = (*_OWN, *_MODES, *_PREPARED)
 """Names of all settings."""
 
+_TYPES: Mapping[str, Any] = {
+    name: hint
+    for owner in (Settings, Modes, GateOptions)
+    for name, hint in get_type_hints(owner).items()
+    if name in SETTINGS
+}
+
 
 def options_of(settings: Mapping[str, Any]) -> GateOptions:
     """Return options from flat settings; what is not named keeps its default.
@@ -46,11 +53,39 @@ def options_of(settings: Mapping[str, Any]) -> GateOptions:
     given = dict(settings)
     if isinstance(given.get("data"), str):
         given["data"] = Path(given["data"])
+    for name, value in given.items():
+        if not _fits(value, _TYPES[name]):
+            raise GateError(
+                f"The setting '{name}' is {value!r}, of the type {type(value).__name__}; it takes "
+                f"{_told(_TYPES[name])}."
+            )
     return GateOptions(
         **{name: given[name] for name in _OWN if name in given},
         modes=Modes(**{name: given[name] for name in _MODES if name in given}),
         settings=Settings(**{name: given[name] for name in _PREPARED if name in given}),
     )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Say whether a value is of a type; which values of it are allowed is asked elsewhere."""
+    return any(
+        isinstance(value, int | float if kind is float else kind)
+        and (kind is bool or not isinstance(value, bool))
+        for kind in _kinds(hint)
+    )
+
+
+def _kinds(hint: Any) -> set[type]:
+    """Return the types that a hint is made of."""
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    parts = get_args(hint)
+    return {kind for part in parts for kind in _kinds(part)} if parts else {hint}
+
+
+def _told(hint: Any) -> str:
+    kinds = _kinds(hint) - {type(None)}
+    return " or ".join(sorted("text" if kind is str else kind.__name__ for kind in kinds))
 
 
 def settings_of(options: GateOptions) -> dict[str, Any]:

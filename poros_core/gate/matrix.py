@@ -27,7 +27,10 @@ MATRIX = Path(__file__).with_name("matrix.toml")
 CONTROL = "negative-control"
 """The ``kind`` of a negative control's record."""
 
-_KEYS = {"name", "group", "order", "device", "needs_minutes", "settings"}
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **{"name": str, "group": str, "order": int, "device": str},
+    **{"needs_minutes": (int, float), "settings": dict},
+}
 _ALL = "all"
 
 
@@ -108,7 +111,7 @@ def _read(path: Path) -> list[Row]:
     except ValueError as error:
         raise GateError(f"'{path}' is not TOML: {error}. Mend it there.") from error
     listed = content.get("row", [])
-    if not listed:
+    if not listed or not isinstance(listed, list) or not isinstance(listed[0], dict):
         raise GateError(f"'{path}' has no row: a row begins with [[row]] and has a name.")
     found = [_row(path, entry) for entry in listed]
     names = [row.name for row in found]
@@ -120,13 +123,22 @@ def _read(path: Path) -> list[Row]:
 
 def _row(path: Path, entry: Mapping[str, Any]) -> Row:
     name = entry.get("name", "?")
-    unknown = sorted(entry.keys() - _KEYS)
+    unknown = sorted(entry.keys() - _TYPES)
     missing = sorted({"name", "group", "order"} - entry.keys())
     if unknown or missing:
         what = f"does not know '{unknown[0]}'" if unknown else f"lacks '{missing[0]}'"
         raise GateError(
-            f"'{path}': row '{name}' {what}. A row has {', '.join(sorted(_KEYS))}, and the flags "
+            f"'{path}': row '{name}' {what}. A row has {', '.join(sorted(_TYPES))}, and the flags "
             "of poros gate in its settings."
+        )
+    for key, kind in _TYPES.items():
+        value = entry.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise GateError(f"'{path}': row '{name}': {key} cannot be {value!r}.")
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+        raise GateError(
+            f"'{path}': row '{name}': its record is called so, in the folder of the records. Give "
+            "it a name without '/'."
         )
     if entry.get("device", "any") not in ("any", "cuda"):
         raise GateError(f"'{path}': row '{name}': device is 'any' or 'cuda'.")

@@ -20,14 +20,16 @@ from typing import Any, Literal, Protocol
 import attrs
 from attrs import field, frozen
 
-from poros_core.errors import PorosError
-from poros_core.gate.flags import command_of, same_settings, settings_of
+from poros_core.errors import GateError, PorosError
+from poros_core.gate.content import write_whole
+from poros_core.gate.flags import command_of
 from poros_core.gate.matrix import CONTROL, Row
+from poros_core.gate.matrix_done import SURFACES, record_that_is_done
 from poros_core.gate.options import GateOptions
 
 __all__ = ["MatrixObserver", "Outcome", "RowRunner", "exit_status", "run_matrix"]
 
-_FINAL = ("exact", "not-deterministic", "caught")
+_TIME_IS_UP = 4
 
 Status = Literal[
     "exact", "diverged", "void", "not-deterministic", "caught", "missed", "refused", "pending"
@@ -168,8 +170,11 @@ class _Crowd:
 
 
 def exit_status(outcomes: Iterable[Outcome]) -> int:
-    """Return what the command line exits with: the worst of all; what is pending is no failure."""
+    """Return what the command line exits with: the worst of all. What is pending is no failure, as
+    long as not every row is."""
     found = {outcome.status for outcome in outcomes}
+    if found == {"pending"}:
+        return _TIME_IS_UP
     if found & {"diverged", "missed"}:
         return 1
     if found & {"void", "refused"}:
@@ -179,19 +184,10 @@ def exit_status(outcomes: Iterable[Outcome]) -> int:
 
 def _done(row: Row, folder: Path | None) -> Outcome | None:
     """Return the outcome of a row whose record is there already."""
-    if folder is None:
+    record = None if folder is None else record_that_is_done(row, folder)
+    if record is None:
         return None
-    path = folder / f"{row.name}.json"
-    try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
-        verdict, asked = record["verdict"], record["asked"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if verdict not in _FINAL or not same_settings(asked, settings_of(row.options())):
-        return None
-    return Outcome(row=row, status=verdict, kept=True, record=record)
+    return Outcome(row=row, status=record["verdict"], kept=True, record=record)
 
 
 def _not_now(row: Row, *, cuda: bool, data: Path | None, left: float | None) -> Outcome | None:
@@ -234,8 +230,16 @@ class _RowRun:
             record = (
                 self._control() if self._row.planted else self._gate(self._row.options(self._data))
             )
+            return self._ended(record)
         except PorosError as error:
             return Outcome(row=self._row, status="refused", detail=str(error))
+
+    def _ended(self, record: Mapping[str, Any]) -> Outcome:
+        """Return what a record came to, and write it.
+
+        Raises:
+            GateError: it cannot be written.
+        """
         verdict = record["verdict"]
         beside = self._most_beside(ended=verdict != "unfinished")
         if verdict == "unfinished":
@@ -246,8 +250,7 @@ class _RowRun:
             record = {**_without_times(record), "beside": beside}
         record = {**record, "row": attrs.asdict(self._row)}
         if self._folder is not None:
-            path = self._folder / f"{self._row.name}.json"
-            path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            _write(self._folder / f"{self._row.name}.json", f"{json.dumps(record, indent=2)}\n")
         return Outcome(row=self._row, status=verdict, detail=_detail(record), record=record)
 
     def _most_beside(self, *, ended: bool) -> int:
@@ -261,11 +264,11 @@ class _RowRun:
             return found
         kept = self._folder / f"{self._row.name}.beside"
         if kept.exists():
-            found = max(found, int(kept.read_text(encoding="utf-8")))
+            found = max(found, _number(kept))
         if ended:
             kept.unlink(missing_ok=True)
         elif found:
-            kept.write_text(str(found), encoding="utf-8")
+            _write(kept, str(found))
         return found
 
     def _gate(self, options: GateOptions, *, part: str = "") -> Mapping[str, Any]:
@@ -303,6 +306,23 @@ class _RowRun:
         }
 
 
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise GateError(
+            f"'{path}' cannot be written ({error.strerror}). Make room, or name another folder."
+        ) from error
+
+
+def _number(path: Path) -> int:
+    """Return the number in a file: some, if it cannot be told how many."""
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return 1
+
+
 def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record, and those of a control within it, without what arms' steps took."""
     found = dict(record)
@@ -314,12 +334,9 @@ def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_ORDER = ("loss", "grad_norms", "optimizer_state", "adapter_weights")
-
-
 def _first(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the first divergence of the streamed arm."""
-    found = [d for s in _ORDER if (d := record["surfaces"][s]["first_divergence"]) is not None]
+    found = [d for s in SURFACES if (d := record["surfaces"][s]["first_divergence"]) is not None]
     return min(found, key=lambda divergence: divergence["step"], default=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,11 @@ def to_repeat(record: Mapping[str, Any]) -> str:
     asked = dict(record["asked"])
     if asked["model"] is not None:
         asked["model"] = _name(asked["model"])
-    return command_of(options_of(asked))
+    command = command_of(options_of(asked))
+    if record["against"] is None:
+        return command
+    # records from before the name was kept have none
+    return f"{command} --against {shlex.quote(record['against'].get('file', 'FILE'))}"
 
 
 def _name(model: str) -> str:
@@ -70,7 +75,7 @@ def _name(model: str) -> str:
 
 def stack_text(stack: Mapping[str, Any]) -> str:
     """Return a stack in a few words."""
-    where = stack["gpu"] or f"a CPU ({stack['cpu']})"
+    where = stack.get("gpu", "an unnamed device") or f"a CPU ({stack.get('cpu', 'unnamed')})"
     driver = f", driver {stack['driver']}" if stack.get("driver") else ""
     libraries = ", ".join(
         f"{name} {stack[name]}"

@@ -70,12 +70,18 @@ class AgainstWhat:
     """What stood in for resident arms.
 
     Attributes:
+        file: the name of the file of fingerprints.
+        sha256: of that file.
+        command: what it was written with.
         same_stack: whether it was written on a stack that is equal to this one.
         differing: what differs.
         stack: its own stack.
         largest: per surface, the largest difference among the known values.
     """
 
+    file: str
+    sha256: str
+    command: str
     same_stack: bool
     differing: Sequence[str]
     stack: Mapping[str, Any]
@@ -202,7 +208,7 @@ def make_record(run: Run) -> GateResult:
             "steps_compared": run.control.steps,
             "first_divergence": _divergence(run.control.first),
         },
-        "against": None if run.against is None else attrs.asdict(run.against),
+        "against": None if run.against is None else _against(run.against),
         "void_reasons": void_reasons,
         "planted_fault": None if run.fault is None else attrs.asdict(run.fault),
         "evidence": {
@@ -273,6 +279,11 @@ def _settings(options: GateOptions, arm: Arm) -> dict[str, Any]:
         "resident_checkpointing": options.checkpointing,
         "resumed_at": options.resume_at,
     }
+
+
+def _against(against: AgainstWhat) -> dict[str, Any]:
+    largest = {name: _finite(value) for name, value in against.largest.items()}
+    return {**attrs.asdict(against), "largest": largest}
 
 
 def _surface(run: Run, name: str) -> dict[str, Any]:

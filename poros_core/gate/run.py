@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -16,8 +17,9 @@ from attrs import frozen
 
 from poros_core.errors import GateError
 from poros_core.gate.arms import Arm, Workshop
+from poros_core.gate.content import checkpoint_identity
 from poros_core.gate.data import make_batches
-from poros_core.gate.fingerprints import Against, FingerprintWriter, checkpoint_identity
+from poros_core.gate.fingerprints import Against, FingerprintWriter
 from poros_core.gate.flags import settings_of
 from poros_core.gate.layers import cut_checkpoint
 from poros_core.gate.lockstep import (
@@ -155,6 +157,11 @@ class _Gate:
                 "--write-fingerprints needs the control, which shows that a resident run repeats "
                 "itself: leave --no-control out."
             )
+        if files.against is not None and options.resume_at is not None:
+            raise GateError(
+                "--resume-at goes without --against, which follows one streamed arm from the first "
+                "step to the last. Leave one of the two out."
+            )
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
     def run(self) -> GateResult:
@@ -188,8 +195,11 @@ class _Gate:
         self.watch.arms_ready(arms)
         del streamed
         stack, asked = stack_of(self.device), settings_of(self.options)
+        inputs = None if self.files.state is None else self._inputs(workshop.path)
         progress = Progress(
-            path=self.files.state, identity={"asked": asked, "stack": stack}, until=self.until
+            path=self.files.state,
+            identity={"asked": asked, "stack": stack, "inputs": inputs},
+            until=self.until,
         )
         writer = None if self.files.write_fingerprints is None else FingerprintWriter()
         lockstep = Lockstep(
@@ -217,6 +227,13 @@ class _Gate:
                 command=self.command,
             )
         )
+
+    def _inputs(self, path: Path) -> dict[str, Any]:
+        """Return the identity of what a gate that goes on must find again on this machine."""
+        model = self.options.model
+        source = path if model is None else local_folder(model)
+        # random weights are written anew each time, and have the seed's bits
+        return checkpoint_identity(source, data=self.options.data, dated=model is not None)
 
     def _write(self, writer: FingerprintWriter, lockstep: Lockstep, path: Path) -> None:
         """Write fingerprints of a resident run that another one has repeated."""
@@ -257,6 +274,9 @@ class _Gate:
                 losses={"streamed": losses},
                 segments=[],
                 against=AgainstWhat(
+                    file=against.file,
+                    sha256=against.sha256,
+                    command=against.content["command"],
                     same_stack=against.same_stack,
                     differing=list(against.differing_stack),
                     stack=against.content["stack"],

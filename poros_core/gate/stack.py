@@ -16,8 +16,9 @@ COMMIT_VARIABLE = "POROS_COMMIT"
 """Environment variable that names the commit, for a copy of the source without its history."""
 
 
-def stack_of(device: torch.device) -> dict[str, str | None]:
-    """Return what runs here, as a record names it. On a CPU, GPU and driver are None."""
+def stack_of(device: torch.device) -> dict[str, str | int | None]:
+    """Return what runs here, as a record names it. On a CPU, GPU and driver are None; on a GPU,
+    the CPU's model, kernels and threads, which no bit depends on there."""
     cuda = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
@@ -27,12 +28,25 @@ def stack_of(device: torch.device) -> dict[str, str | None]:
         else None,
         "cuda": torch.version.cuda if cuda else None,
         "cpu": platform.machine(),
+        "cpu_model": None if cuda else _cpu_model(),
+        "cpu_kernels": None if cuda else torch.backends.cpu.get_cpu_capability(),
+        "cpu_threads": None if cuda else torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{name: _version(name) for name in ("transformers", "peft", "bitsandbytes")},
         "poros": _version("poros-train"),
         "poros_commit": _commit(),
     }
+
+
+def _cpu_model() -> str:
+    """Return the CPU's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _capability(device: torch.device) -> str:
