@@ -12,7 +12,7 @@ _UNITS = {
     **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
 }
-_BYTES_FROM = 1_000_000
+_BYTES_FROM = 1000
 """A number without a unit is bytes from here on: nobody's card has so many of anything else."""
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from poros.cli import gate as gate_command
 from poros.cli import gate_matrix
 from poros_core.errors import GateError
-from poros_core.gate import GateOptions, content
+from poros_core.gate import GateOptions, files
 from poros_core.gate.arms import Arm
 from poros_core.gate.compare import SURFACES
 from poros_core.gate.flags import flags_of, options_of, settings_of
@@ -330,17 +330,17 @@ def test_what_is_no_whole_record_of_a_control_is_run_again(
 def test_a_record_that_cannot_be_written_ends_its_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = content.os.replace
+    real = files.os.replace
 
     def replace(part: Path, target: Path) -> None:
         if target.name == "a.json":
             raise OSError(28, "No space left on device")
         real(part, target)
 
-    monkeypatch.setattr(content.os, "replace", replace)
+    monkeypatch.setattr(files.os, "replace", replace)
     first, second = run([row("a"), row("b")], Runner(), folder=tmp_path)
     assert (first.status, second.status) == ("refused", "exact")
-    assert "a.json' cannot be written (No space left on device)" in first.detail
+    assert "a.json' cannot be written: No space left on device" in first.detail
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
 
 
@@ -819,14 +819,14 @@ def test_a_state_at_odds_with_itself_is_refused(
 def test_two_gates_may_write_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = (Progress(path=tmp_path / "s", identity={}) for _ in range(2))
     arms: Any = {"resident": Empty()}
-    real = content.os.replace
+    real = files.os.replace
 
     def replace(part: Path, target: Path) -> None:
-        monkeypatch.setattr(content.os, "replace", real)
+        monkeypatch.setattr(files.os, "replace", real)
         other.save_if_due(arms, now=True)  # while the first one's is ready
         real(part, target)
 
-    monkeypatch.setattr(content.os, "replace", replace)
+    monkeypatch.setattr(files.os, "replace", replace)
     one.save_if_due(arms, now=True)
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from pathlib import Path
 from typing import Any
 
 from poros_core.errors import GateError
 
-__all__ = ["checkpoint_identity", "file_sha256", "write_whole"]
+__all__ = ["checkpoint_identity", "file_sha256"]
 
 _TEXTS = ("config.json", "model.safetensors.index.json")
 _WRITTEN_BY = "transformers_version"
@@ -58,23 +56,6 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a whole file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_whole(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file under a name of its own, and put it in place once it is whole.
-
-    Raises:
-        OSError: there is no room, or no right to write there.
-    """
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("xb") as file:
-            for piece in parts:
-                file.write(piece)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _said(path: Path) -> str:

@@ -7,9 +7,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from poros_core.errors import GateError
 
@@ -32,13 +32,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, *parts: str | bytes | memoryview) -> None:
     """Write a file so that whatever happens it has its old content or the new, and no other. Line
     ends and permissions stay; a link goes on leading where it leads.
 
     Args:
         path: the file. What can only be written to, such as a pipe, is written to.
-        text: its content.
+        parts: its content, text in UTF-8.
 
     Raises:
         GateError: it cannot be written; what was there is there still.
@@ -47,19 +47,20 @@ def write_whole(path: Path, text: str) -> None:
     part: Path | None = None
     try:
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8", newline="")
+            with target.open("wb") as file:
+                _write(file, parts)
             return
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         part = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            _write(file, parts)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
             shutil.copymode(target, part)
         else:
             part.chmod(0o666 & ~_umask())
-        part.replace(target)
+        os.replace(part, target)
     except OSError as error:
         raise GateError(
             f"'{path}' cannot be written: {error.strerror or error}. What was there before is "
@@ -68,6 +69,11 @@ def write_whole(path: Path, text: str) -> None:
     finally:
         if part is not None:
             part.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, parts: Iterable[str | bytes | memoryview]) -> None:
+    for part in parts:
+        file.write(part.encode() if isinstance(part, str) else part)
 
 
 def _umask() -> int:

@@ -21,7 +21,7 @@ from attrs import define, field
 
 from poros_core.errors import GateError
 from poros_core.gate.compare import SURFACES, Comparison, Divergence, StepView
-from poros_core.gate.content import write_whole
+from poros_core.gate.files import write_whole
 from poros_core.gate.flags import settings_of
 from poros_core.gate.options import GateOptions
 

@@ -8,7 +8,6 @@ Times do, so a record of a row that had others beside it has none.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +19,8 @@ from typing import Any, Literal, Protocol
 import attrs
 from attrs import field, frozen
 
-from poros_core.errors import GateError, PorosError
-from poros_core.gate.content import write_whole
+from poros_core.errors import PorosError
+from poros_core.gate.files import json_text, write_whole
 from poros_core.gate.flags import command_of
 from poros_core.gate.matrix import CONTROL, Row
 from poros_core.gate.matrix_done import SURFACES, record_that_is_done
@@ -34,6 +33,8 @@ _TIME_IS_UP = 4
 Status = Literal[
     "exact", "diverged", "void", "not-deterministic", "caught", "missed", "refused", "pending"
 ]
+_PARTS = ("", "-faulty", "-clean")
+"""What is added to a row's name for the states of its gates: a control has two."""
 
 
 @frozen(kw_only=True)
@@ -250,7 +251,9 @@ class _RowRun:
             record = {**_without_times(record), "beside": beside}
         record = {**record, "row": attrs.asdict(self._row)}
         if self._folder is not None:
-            _write(self._folder / f"{self._row.name}.json", f"{json.dumps(record, indent=2)}\n")
+            write_whole(self._folder / f"{self._row.name}.json", json_text(record))
+            for part in _PARTS:  # the record is kept: nothing is to go on from there
+                self._state(part).unlink(missing_ok=True)
         return Outcome(row=self._row, status=verdict, detail=_detail(record), record=record)
 
     def _most_beside(self, *, ended: bool) -> int:
@@ -268,26 +271,30 @@ class _RowRun:
         if ended:
             kept.unlink(missing_ok=True)
         elif found:
-            _write(kept, str(found))
+            write_whole(kept, str(found))
         return found
 
     def _gate(self, options: GateOptions, *, part: str = "") -> Mapping[str, Any]:
         state, minutes = None, None
         if self._folder is not None:
-            state = self._folder / f"{self._row.name}{part}.state"
+            state = self._state(part)
             if self._until is not None:
                 minutes = max((self._until - time.monotonic()) / 60, 1e-3)
         record = dict(self._run(options, state=state, minutes=minutes))
         record["command"] = command_of(options)
         return record
 
+    def _state(self, part: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._row.name}{part}.state"
+
     def _control(self) -> Mapping[str, Any]:
         """Run a negative control: with its fault, then without."""
         options = self._row.options(self._data)
-        faulty = self._gate(options, part="-faulty")
+        faulty = self._gate(options, part=_PARTS[1])
         if faulty["verdict"] == "unfinished":
             return faulty
-        clean = self._gate(self._row.options(self._data, clean=True), part="-clean")
+        clean = self._gate(self._row.options(self._data, clean=True), part=_PARTS[2])
         if clean["verdict"] == "unfinished":
             return clean
         caught = faulty["verdict"] == "diverged" and clean["verdict"] == "exact"
@@ -304,15 +311,6 @@ class _RowRun:
             "stack": faulty["stack"],
             "date": faulty["date"],
         }
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise GateError(
-            f"'{path}' cannot be written ({error.strerror}). Make room, or name another folder."
-        ) from error
 
 
 def _number(path: Path) -> int:

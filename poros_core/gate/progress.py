@@ -28,7 +28,7 @@ from attrs import define, field
 
 from poros_core.errors import GateError
 from poros_core.gate.arms import Arm
-from poros_core.gate.content import write_whole
+from poros_core.gate.files import write_whole
 from poros_core.gate.flags import same_settings
 
 __all__ = ["Progress", "pack", "unpack"]
@@ -138,11 +138,6 @@ class Progress:
         }
         write_whole(self.path, *pack(state))
         self._saved_at = time.monotonic()
-
-    def forget(self) -> None:
-        """Remove the file: the gate has ended."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:
