@@ -22,7 +22,7 @@ Kinds = Mapping[tuple[str, ...], Cells]
 
 RECORD = re.compile(r"\]\(([^)#\s]*records?/[\w.-]+\.json|[^)#\s]*validation/[\w.-]+\.json)\)")
 TIMES = "\N{MULTIPLICATION SIGN}"
-UNIT = re.compile(rf"\d[\d.,]*(?:\s?(?:[kMGT]i?B|m?s|%|x|{TIMES})(?![\w-])| times as )")
+UNIT = re.compile(rf"\d[\d.,]*(?:\s?(?:[kKMGT]i?B|m?s|%|x|{TIMES})(?![\w-])| times as )")
 TITLES = {"qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_5": "Qwen3.5"}
 TITLES |= {"gemma3": "Gemma 3", "gemma4": "Gemma 4"}
 NUMBERS = {4: "four", 5: "five", 6: "six", 12: "twelve", 13: "thirteen", 16: "sixteen"}
