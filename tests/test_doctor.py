@@ -23,11 +23,12 @@ import poros.cli.doctor
 import poros.cli.output
 from poros_core import doctor, machine
 from poros_core.catalog import FamilyInfo
-from poros_core.doctor import Finding, Level, copy_rate, examine, link, worst
+from poros_core.doctor import Finding, Level, copy_rate, examine, link, nvidia_smi, worst
 from poros_core.doctor.findings import good, not_measured, problem
 from poros_core.doctor.gpu import Gpu, absent_finding, gpu_findings, read_gpu, without_torch_finding
 from poros_core.doctor.host import (
     disk_finding,
+    host_findings,
     memory_finding,
     page_lock_finding,
     python_finding,
@@ -431,6 +432,51 @@ def test_nvidia_smi_that_gives_nothing(
     assert answer.rows == ()
     assert reason in (answer.reason or "")
     assert parse_link(answer) == (None, answer.reason)
+
+
+@pytest.mark.parametrize("status", [0, 9])
+def test_nvidia_smi_that_says_what_nobody_can_read(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(nvidia_smi, "_TIMEOUT_S", 10.0)
+    for said in (b"\xff\xfe\x00broken\n", b"x" * 300_000, b"5, 5, 8, 16\n" * 30_000):
+        (tmp_path / "said").write_bytes(said)
+        install_program(tmp_path, f"cat {tmp_path}/said; exit {status}")
+        answer = ask(["a", "b"])
+        assert answer.rows == ()
+        assert "did not answer" not in (answer.reason or "did not answer")
+        assert len(answer.reason or "") < 300
+        assert parse_link(answer) == (None, answer.reason)
+        assert "torch is not installed" in without_torch_finding(answer).text
+
+
+def test_a_link_of_absurd_numbers() -> None:
+    for absurd in ("9" * 6000, "\u0665", "5.0", "-1"):
+        link, reason = parse_link(Answer(rows=((absurd, "5", "16", "16"),)))
+        assert (link, reason is not None) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"MemTotal:\nMemAvailable:\n",
+        b"MemTotal: many kB\nMemAvailable: 3 kB\n",
+        b"MemTotal: 0 kB\nMemAvailable: 0 kB\n",
+        b"\xff\xfeMemTotal: 3 kB\n",
+    ],
+    ids=["empty", "no values", "no number", "nothing", "no text"],
+)
+def test_a_meminfo_that_nobody_can_read(
+    said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "meminfo"
+    path.write_bytes(said)
+    monkeypatch.setattr(machine, "_MEMINFO", path)
+    [finding] = [found for found in host_findings() if found.name == "host memory"]
+    assert finding.level is Level.WARNING
+    assert "/proc/meminfo cannot be read" in finding.text
 
 
 def test_a_virtual_machine_does_not_say_its_link() -> None:

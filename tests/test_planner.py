@@ -573,11 +573,128 @@ def test_towers_are_counted_from_headers_and_named_otherwise(tmp_path: Path) -> 
 
 
 def test_a_quantised_checkpoint_is_planned_from_its_config(tmp_path: Path) -> None:
-    packed = {"model.layers.0.mlp.up_proj.weight": (8192, 1), "x.weight.absmax": (4,)}
-    folder = write_checkpoint(tmp_path / "model", config_of("qwen2", "tiny"), packed)
+    config = config_of("qwen2", "tiny")
+    packed = {
+        f"model.layers.{number}.mlp.up_proj.weight{part}": shape
+        for number in range(config["num_hidden_layers"])
+        for part, shape in (("", (8192, 1)), (".absmax", (4,)))
+    }
+    packed["model.embed_tokens.weight"] = (512, 64)
+    folder = write_checkpoint(tmp_path / "model", {**config, **NF4}, packed)
     model = read_model(str(folder))
     assert model.weights == qwen("tiny")
-    assert model.download == 0
+    assert (model.download, model.quantised) == (0, "nf4")
+    assert plan_run(model, RunSettings(seq_len=32), rates=H200).loads
+    with pytest.raises(CheckpointError, match="precision='bf16' cannot be had from it"):
+        plan_run(model, RunSettings(seq_len=32, precision="bf16"), rates=H200)
+
+
+NF4 = {
+    "quantization_config": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    }
+}
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8"},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"load_in_4bit": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("inner", [False, True], ids=["config", "text_config"])
+def test_what_a_load_refuses_as_quantised_is_not_planned(
+    saved: dict[str, Any], inner: bool, tmp_path: Path
+) -> None:
+    from poros_loaders.bnb_config import _saved_config
+
+    config = dict(config_of("qwen2", "tiny"))
+    path = tmp_path / "config.json"
+    if inner:
+        config["text_config"] = {**config, "quantization_config": saved}
+    else:
+        config["quantization_config"] = saved
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        read_model(str(path))
+    checkpoint: Any = SimpleNamespace(path=path)
+    with pytest.raises(CheckpointError) as loading:
+        _saved_config(checkpoint, saved)
+    assert str(refused.value) == str(loading.value)
+
+
+def test_shards_that_are_missing(tmp_path: Path) -> None:
+    config = config_of("qwen2", "tiny")
+    say = FAMILIES["qwen2"].weights
+    assert say is not None
+    shapes = say(config)
+    folder = write_checkpoint(tmp_path / "model", config, shapes)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    names = sorted(shapes)
+    for shard, part in zip(shards, (names[:9], names[9:]), strict=True):
+        write_checkpoint(folder, config, {name: shapes[name] for name in part})
+        (folder / "model.safetensors").rename(folder / shard)
+    assert len(read_model(str(folder)).weights.layers) == config["num_hidden_layers"]
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shards[0], "b": shards[1]}}))
+    assert local_headers(folder) is not None
+    (folder / shards[1]).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks 1 of its 2 shards: {shards[1]}"):
+        read_model(str(folder))
+    index.write_text(json.dumps({"weight_map": {"a": shards[0], "b": "../x.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"lacks 1 of its 2 shards: \.\./x"):
+        read_model(str(folder))
+    for text in ("[]", "{}", '{"weight_map": 3}', "{"):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match="has no 'weight_map'"):
+            read_model(str(folder))
+    index.unlink()
+    with pytest.raises(CheckpointError, match="lacks 1 of its 2 shards: number 2"):
+        read_model(str(folder))
+
+
+def test_a_config_of_another_model_than_the_headers(tmp_path: Path) -> None:
+    config = config_of("qwen2", "tiny")
+    say = FAMILIES["qwen2"].weights
+    assert say is not None
+    layers = config["num_hidden_layers"]
+    folder = write_checkpoint(
+        tmp_path / "model", {**config, "num_hidden_layers": layers + 3}, say(config)
+    )
+    with pytest.raises(CheckpointError, match=f"says {layers + 3} layers .* have {layers}"):
+        read_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_attention_heads": 0}, "sizes cannot be a model's"),
+        ({"hidden_size": 0}, "sizes cannot be a model's"),
+        ({"hidden_size": -64}, "sizes cannot be a model's"),
+        ({"hidden_size": "64"}, "config"),
+        ({"hidden_size": 64.0}, "sizes cannot be a model's"),
+        ({"vocab_size": []}, "config"),
+        ({"num_hidden_layers": "four"}, "config"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long'"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"max_position_embeddings": [1]}, r"max_position_embeddings is \[1\]"),
+        ({"text_config": ["x"]}, "text_config"),
+        ({"text_config": "x"}, "text_config"),
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_be(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config_of("qwen2", "tiny"), **change}))
+    with pytest.raises(CheckpointError, match=said):
+        read_model(str(path))
 
 
 def test_a_family_that_does_not_say_its_shapes(
@@ -604,7 +721,10 @@ def test_a_config_that_says_too_little(tmp_path: Path) -> None:
 
 def test_damaged_headers(tmp_path: Path) -> None:
     assert local_headers(tmp_path) is None
-    for content in (b"", b"\xff" * 16, struct.pack("<Q", 4) + b"none"):
+    texts = (b"none", b"[]", b"3", b'{"x": 1}', b'{"x": {"shape": "ab"}}', b"[" * 100_000)
+    texts += (b'{"x": {"shape": [-1]}}', b'{"x": {"shape": [1.5]}}', b"\xff\xfe")
+    whole = [struct.pack("<Q", len(text)) + text for text in texts]
+    for content in (b"", b"\xff" * 16, *whole):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match="is no safetensors file"):
             local_headers(tmp_path)

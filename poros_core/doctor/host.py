@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -35,10 +36,20 @@ def host_findings() -> list[Finding]:
         python_finding(sys.version_info[:2], platform.python_version()),
         system_finding(platform.system(), platform.release()),
         memory_finding(
-            machine.available_memory(), machine.total_memory(), machine.container_headroom()
+            _said(machine.available_memory),
+            _said(machine.total_memory),
+            _said(machine.container_headroom),
         ),
         disk_finding(Path(constants.HF_HUB_CACHE)),
     ]
+
+
+def _said(look: Callable[[], int | None]) -> int | None:
+    """Return what the system says; None where that cannot be understood."""
+    try:
+        return look()
+    except (ValueError, IndexError):
+        return None
 
 
 def python_finding(version: tuple[int, int], text: str) -> Finding:
@@ -70,7 +81,7 @@ def memory_finding(available: int | None, total: int | None, headroom: int | Non
         total: bytes that there are.
         headroom: bytes that the container may still use; None for no limit.
     """
-    if available is None or total is None:
+    if available is None or not total:
         return not_measured(
             "host memory", "/proc/meminfo cannot be read", fix="Run on Linux, with /proc mounted."
         )

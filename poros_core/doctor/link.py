@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ _SLOW = 0.7
 """Share of the link's nominal rate below which something is wrong; a sound link reaches 0.85."""
 _LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes a second of one lane in one direction, by PCIe generation (PCI-SIG)."""
+_NUMBER = re.compile(r"[0-9]{1,4}")
 _FIELDS = (
     "pcie.link.gen.current",
     "pcie.link.gen.max",
@@ -138,7 +140,7 @@ def parse_link(answer: Answer) -> tuple[Link | None, str | None]:
     if not answer.rows:
         return None, answer.reason
     values = answer.rows[0]
-    numbers = [int(value) for value in values if value is not None and value.isdecimal()]
+    numbers = [int(value) for value in values if value is not None and _NUMBER.fullmatch(value)]
     if len(numbers) != len(_FIELDS):
         return None, "nvidia-smi does not say (as in a virtual machine)"
     generation, max_generation, width, max_width = numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,8 @@ __all__ = ["Answer", "ask"]
 
 _PROGRAM = "nvidia-smi"
 _TIMEOUT_S = 30.0
+_MOST_BYTES = 1 << 20
+"""Of an answer, what is looked at."""
 
 
 @frozen
@@ -43,23 +46,24 @@ def ask(
     """
     command = [_PROGRAM, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     command += [] if gpu is None else ["-i", gpu]
-    try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    except OSError:
-        return Answer(reason=f"{_PROGRAM} is not installed here")
-    with process:
-        deadline = time.monotonic() + _TIMEOUT_S
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                process.kill()
-                return Answer(reason=f"{_PROGRAM} did not answer in {_TIMEOUT_S:.0f} s")
-            meanwhile()
-        output = process.stdout.read() if process.stdout is not None else ""
+    # into a file: a pipe that nobody empties would hold up a program with much to say
+    with tempfile.TemporaryFile() as said:
+        try:
+            process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        except OSError:
+            return Answer(reason=f"{_PROGRAM} is not installed here")
+        with process:
+            deadline = time.monotonic() + _TIMEOUT_S
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    process.kill()
+                    return Answer(reason=f"{_PROGRAM} did not answer in {_TIMEOUT_S:.0f} s")
+                meanwhile()
+        said.seek(0)
+        output = said.read(_MOST_BYTES).decode(errors="replace")
     if process.returncode != 0:
-        said = " ".join(output.split())
-        return Answer(reason=f"{_PROGRAM} failed ({process.returncode}): {said[:200]}")
+        text = " ".join(output.split())[:200]
+        return Answer(reason=f"{_PROGRAM} failed ({process.returncode}): {text}")
     rows = tuple(
         tuple(_value(cell.strip()) for cell in line.split(","))
         for line in output.splitlines()

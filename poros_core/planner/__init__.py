@@ -6,7 +6,7 @@ Not to be confused with ``poros_core.plan``, the block plan of a model that is t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,14 @@ from attrs import frozen
 
 from poros_core.configs import read_config
 from poros_core.errors import CheckpointError, SettingsError
+from poros_core.family import Family
+from poros_core.planner.configs import (
+    check_layers,
+    longest_of,
+    quantised_with,
+    shapes_of,
+    text_of,
+)
 from poros_core.planner.headers import Headers, hub_headers, local_headers
 from poros_core.planner.memory import (
     Memory,
@@ -50,6 +58,7 @@ class Model:
         softcap: whether it caps its logits.
         disk: bytes of its checkpoint that are on this disk.
         download: bytes of it that are not.
+        quantised: with what it is quantised already, or None.
     """
 
     name: str
@@ -59,6 +68,7 @@ class Model:
     softcap: bool
     disk: int
     download: int
+    quantised: str | None = None
 
 
 @frozen(kw_only=True)
@@ -136,12 +146,14 @@ def read_model(name: str, *, revision: str | None = None) -> Model:
         revision: the Hub revision.
 
     Raises:
-        CheckpointError: it cannot be read, or does not say all shapes.
+        CheckpointError: it cannot be read, does not say all shapes, contradicts itself, or is
+            quantised in a way that ``poros.load`` refuses.
         UnsupportedModelError: no family covers it.
     """
     config = read_config(name, revision=revision)
+    text = text_of(config)
     family = plugins().family_for(config).value
-    text: Mapping[str, Any] = config.get("text_config") or config
+    quantised = quantised_with(name, config)
     tied = next(
         (c["tie_word_embeddings"] for c in (config, text) if "tie_word_embeddings" in c), None
     )
@@ -150,41 +162,39 @@ def read_model(name: str, *, revision: str | None = None) -> Model:
     packed = headers is not None and any(n.endswith(_PACKED) for n in headers.shapes)
     if headers is None and (towers or family.weights is None) and not Path(name).exists():
         headers = hub_headers(name, revision=revision)
-    if headers is not None and not packed:
+    weights = None
+    if headers is not None:
         weights = sort_weights(headers.shapes, tied=tied)
-    elif family.weights is not None:
-        weights = sort_weights(_from_config(family.weights, config), uncounted=towers)
-    else:
-        raise CheckpointError(
-            f"Family '{family.name}' does not say its shapes from a config alone. Name a folder "
-            "with the unquantised checkpoint, whose headers are read."
-        )
+        check_layers(len(weights.layers), text, name=name)
+    if weights is None or packed:
+        weights = _weights_from_config(family, config, uncounted=towers)
     missing = 2 * weights.count if headers is None else headers.missing
     return Model(
         name=name,
         family=family.name,
         weights=weights,
-        longest=int(text.get("max_position_embeddings") or 0),
+        longest=longest_of(text),
         softcap=bool(text.get("final_logit_softcapping")),
         disk=0 if headers is None else headers.nbytes,
         download=missing or 0,
+        quantised=quantised,
     )
+
+
+def _weights_from_config(
+    family: Family, config: Mapping[str, Any], *, uncounted: Sequence[str]
+) -> Weights:
+    if family.weights is None:
+        raise CheckpointError(
+            f"Family '{family.name}' does not say its shapes from a config alone. Name a folder "
+            "with the unquantised checkpoint, whose headers are read."
+        )
+    return sort_weights(shapes_of(family.weights, config), uncounted=uncounted)
 
 
 def _local(name: str) -> Headers | None:
     path = Path(name).expanduser()
     return local_headers(path) if path.is_dir() else None
-
-
-def _from_config(weights: Any, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
-    try:
-        shapes: Mapping[str, tuple[int, ...]] = weights(config)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"The config does not say {error}, which the shapes of its layers depend on. Name a "
-            "folder with the checkpoint, whose headers are read."
-        ) from error
-    return shapes
 
 
 def plan_run(
@@ -206,6 +216,7 @@ def plan_run(
 
     Raises:
         SettingsError: the run is not possible with this model.
+        CheckpointError: nor is the base's precision with its checkpoint.
     """
     _check(model, run)
     weights = model.weights
@@ -235,6 +246,12 @@ def plan_run(
 
 
 def _check(model: Model, run: RunSettings) -> None:
+    if model.quantised is not None and run.precision != model.quantised:
+        raise CheckpointError(
+            f"Checkpoint '{model.name}' is quantised already, with '{model.quantised}', so "
+            f"precision='{run.precision}' cannot be had from it. Use precision="
+            f"'{model.quantised}', or give the unquantised checkpoint."
+        )
     if model.longest and run.seq_len > model.longest:
         raise SettingsError(
             f"--seq-len {run.seq_len} is more than the {model.longest} positions of {model.name}."

@@ -6,6 +6,7 @@ A safetensors file begins with eight bytes of length and a JSON text that descri
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ __all__ = ["Headers", "hub_headers", "local_headers"]
 
 _LIMIT = 100_000_000
 _METADATA = "__metadata__"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(?P<number>\d{1,9})-of-(?P<of>\d{1,9})\.safetensors")
+_MOST = 100_000
+"""Shards that are looked for at most."""
 
 
 @frozen(kw_only=True)
@@ -47,9 +52,9 @@ def local_headers(folder: Path) -> Headers | None:
     """Read the headers of a folder; None if it holds no safetensors file.
 
     Raises:
-        CheckpointError: a file is not what its name says.
+        CheckpointError: a file is not what its name says, or shards are missing.
     """
-    files = sorted(folder.glob("model*.safetensors"))
+    files = _files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         shapes |= _shapes(file)
@@ -58,20 +63,68 @@ def local_headers(folder: Path) -> Headers | None:
     return Headers(shapes=shapes, nbytes=sum(file.stat().st_size for file in files), missing=0)
 
 
+def _files(folder: Path) -> list[Path]:
+    """Return the files that Transformers would read: the single one, or those of the index."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return _numbered(folder)
+    try:
+        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} has no 'weight_map' that says which shard holds which tensor ({error!r}). "
+            "Download the index again."
+        ) from error
+    missing = sorted(n for n in names if Path(n).name != n or not (folder / n).is_file())
+    if missing:
+        _lacks(folder, len(missing), len(names), missing[0])
+    return [folder / name for name in sorted(names)]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Return the shards of a folder without an index, by their names."""
+    files = sorted(folder.glob("model*.safetensors"))
+    found = [match for file in files if (match := _SHARD.fullmatch(file.name))]
+    whole = max((int(match["of"]) for match in found), default=0)
+    numbers = {int(match["number"]) for match in found}
+    missing = [number for number in range(1, min(whole, _MOST) + 1) if number not in numbers]
+    if missing:
+        _lacks(folder, len(missing), whole, f"number {missing[0]}")
+    return files
+
+
+def _lacks(folder: Path, count: int, whole: int, first: str) -> None:
+    raise CheckpointError(
+        f"'{folder}' lacks {count} of its {whole} shards: {first}{' first' * (count > 1)}. "
+        "Download the missing files again (huggingface_hub's snapshot_download resumes where it "
+        "stopped)."
+    )
+
+
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > _LIMIT:
                 raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            header: Any = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         return {
-            name: tuple(tensor["shape"]) for name, tensor in header.items() if name != _METADATA
+            name: _shape(tensor["shape"]) for name, tensor in header.items() if name != _METADATA
         }
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise CheckpointError(
             f"{file} is no safetensors file ({error}). Download or save the model again."
         ) from error
+
+
+def _shape(extents: Any) -> tuple[int, ...]:
+    if not isinstance(extents, list) or not all(type(n) is int and n >= 0 for n in extents):
+        raise ValueError(f"a shape of {extents!r}")
+    return tuple(extents)
 
 
 def hub_headers(model: str, *, revision: str | None) -> Headers:
