@@ -810,6 +810,8 @@ def test_the_command(cli: Cli, seven: str) -> None:
         (["--seq-len", "2048", "--vram-budget", "7.8GB"], 1, "trains with poros.offload_optim"),
         (["--vram-budget", "16GB"], 0, "is the right choice"),
         ([], 0, "Give --vram-budget and --ram"),
+        (["--vram-budget", "6GB"], 0, "Host memory was not judged: give --ram."),
+        (["--ram", "64GB"], 0, "The card's memory was not judged: give --vram-budget."),
         (["--compute-rate", "1TFLOPS"], 0, "set by compute"),
         (["--link-rate", "12GB/s"], 0, "at 12.0 GB/s (as given); the GPU's rate is not known"),
     ],
@@ -863,3 +865,14 @@ def test_json_without_torch(seven: str) -> None:
     assert answer["trains"] is True
     assert answer["fitting"][0] == answer["settings"]
     assert answer["step"]["complete"] is False
+
+
+def test_check_refuses_what_a_load_refuses_as_quantised(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {**config_of("qwen2", "tiny"), "quantization_config": {"quant_method": "gptq"}}
+    path.write_text(json.dumps(config))
+    code, out, err = cli("check", str(path))
+    assert code == 1
+    assert "is quantised already, with 'gptq', and NF4 cannot be had from it" in out + err
+    path.write_text(json.dumps({**config, **NF4}))
+    assert cli("check", str(path))[0] == 0

@@ -47,6 +47,7 @@ def test_a_quantised_weight_is_moved_with_its_state(
     parts += [tower.plain.weight, tower.plain.bias]
     if double:
         parts += [state.offset, state.state2.absmax, state.state2.code]
+    parts = [part.detach() for part in parts]  # their memory is not to be used again
     expected = sorted(part.data_ptr() for part in parts)
     rest.move_the_rest(
         nn.ModuleList([tower, layer]),

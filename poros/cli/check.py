@@ -11,6 +11,8 @@ from rich.text import Text
 from poros.cli.output import print_json, print_line
 from poros_core.catalog import Coverage, coverage
 from poros_core.configs import read_config
+from poros_core.errors import CheckpointError
+from poros_core.planner.configs import quantised_with
 
 __all__ = ["register"]
 
@@ -31,7 +33,13 @@ def check(
 
     Exit status: 0 supported, 1 not supported, 2 could not be read.
     """
-    result = coverage(read_config(model, revision=revision))
+    config = read_config(model, revision=revision)
+    result = coverage(config)
+    if result.family is not None:
+        try:
+            quantised_with(model, config)
+        except CheckpointError as error:
+            result = attrs.evolve(result, family=None, reason=str(error))
     if json_output:
         print_json(_as_json(model, result))
     else:

@@ -23,6 +23,10 @@ _ADVICE = {
     "checkpointing": "The base fits on the device with gradient checkpointing: the plain resident "
     "run, without Poros, is the right choice.",
 }
+_NOT_JUDGED = {
+    "device": "The card's memory was not judged: give --vram-budget.",
+    "host": "Host memory was not judged: give --ram.",
+}
 
 
 def print_plan(plan: RunPlan, rates: Rates) -> None:
@@ -145,6 +149,8 @@ def _verdict(plan: RunPlan) -> list[Text]:
                 style="red",
             )
         )
+    for memory in plan.not_judged:
+        lines.append(Text(_NOT_JUDGED[memory], style="yellow"))
     if plan.longest is not None:
         lines.append(Text(f"The longest sequence that fits so has {plan.longest} tokens."))
     if plan.advice is not None:
@@ -204,6 +210,7 @@ def as_json(plan: RunPlan, rates: Rates) -> dict[str, Any]:
         "vram_budget": plan.vram,
         "ram": plan.ram,
         "loads": plan.loads,
+        "not_judged": list(plan.not_judged),
         "trains": plan.trains,
         "fitting": [attrs.asdict(option) for option in plan.fitting],
         "longest_seq_len": plan.longest,

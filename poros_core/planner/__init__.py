@@ -127,6 +127,13 @@ class RunPlan:
         return self.run in self.fitting
 
     @property
+    def not_judged(self) -> tuple[str, ...]:
+        """Which memory was not said, so that whether it is enough is not known: ``"device"``,
+        ``"host"``."""
+        asked = {"device": self.vram, "host": self.ram}
+        return tuple(name for name, nbytes in asked.items() if nbytes is None)
+
+    @property
     def advice(self) -> str | None:
         """Which resident run is the right choice: ``"resident"``, or ``"checkpointing"``, or None
         if the base has to stream."""
