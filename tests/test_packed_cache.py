@@ -351,7 +351,7 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         cache = cache_from(setting)
         assert (None if cache is None else cache.folder) == wanted
     monkeypatch.setenv(LIMIT_VARIABLE, "much")
-    with pytest.raises(SettingsError, match="200GB"):
+    with pytest.raises(SettingsError, match="16GB"):
         cache_from(True)
 
 
