@@ -33,7 +33,6 @@ _OWNED = {
     "gguf_file": "convert the checkpoint to safetensors",
     "ignore_mismatched_sizes": "give a checkpoint whose shapes fit its config",
     "load_in_4bit": 'use precision="nf4" of poros.load, which is its default',
-    "load_in_8bit": 'use precision="nf4" or precision="bf16" of poros.load',
     "max_memory": "leave it out: the base stays in host memory",
     "offload_folder": "leave it out: the base stays in host memory",
     "output_loading_info": "leave it out: missing and unexpected keys are an error already",
@@ -63,13 +62,20 @@ def check_arguments(request: LoadRequest) -> None:
         SettingsError: there is one; the message says what to use instead.
     """
     for name in request.from_pretrained:
-        if name in _OWNED:
-            raise SettingsError(
-                f"'{name}' cannot be passed on to from_pretrained here; {_OWNED[name]}."
-            )
+        fix = _OWNED.get(name) or (_precisions() if name.startswith("load_in_") else None)
+        if fix is not None:
+            raise SettingsError(f"'{name}' cannot be passed on to from_pretrained here; {fix}.")
     unknown = sorted(set(request.from_pretrained) - _TRANSFORMERS)
     if unknown:
         _check_entries(request, unknown)
+
+
+def _precisions() -> str:
+    from poros_core.plugins import plugins
+
+    installed = plugins().loaders.keys()
+    names = dict.fromkeys(key.partition("/")[0] for key in installed)
+    return f"use precision= of poros.load, of which these are installed: {', '.join(names)}"
 
 
 def _check_entries(request: LoadRequest, names: list[str]) -> None:

@@ -82,7 +82,7 @@ def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
     ("name", "fix"),
     [
         ("load_in_4bit", 'precision="nf4"'),
-        ("load_in_8bit", 'precision="nf4" or precision="bf16"'),
+        ("load_in_8bit", "precision= of poros.load, of which these are installed: bf16, nf4"),
         ("bnb_4bit_quant_type", "quantization_config=BitsAndBytesConfig"),
         ("device_map", "device="),
         ("max_memory", "leave it out"),
