@@ -77,11 +77,11 @@ def accumulate(
 
     Raises:
         PrepareError: the model is not prepared.
-        SettingsError: there is no micro-batch, or one is not a mapping.
+        SettingsError: there is no micro-batch, one is not a mapping, or ``loss`` is no function.
         StateError: gradients are off, something is random, or a parameter is used in such a way
             that gradients would be added in another order than in an ordinary loop.
     """
-    prepared = prepared_of(model)
+    prepared = prepared_of(model) if isinstance(model, nn.Module) else None
     if prepared is None:
         raise PrepareError(
             "This model is not prepared, so nothing streams that could be spared. Pass the object "
@@ -93,7 +93,7 @@ def accumulate(
             f"Runtime '{prepared.settings.runtime}' cannot take several micro-batches block by "
             "block. Prepare the model with runtime='streamed', or use an ordinary loop."
         )
-    _check(batches, scale, custom=loss is not None)
+    _check(batches, scale, loss)
     refuse_dropout(model)
     compute = _own_loss if loss is None else loss
     return handle.accumulate([partial(compute, model, batch) for batch in batches], scale=scale)
@@ -131,7 +131,7 @@ def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     return loss
 
 
-def _check(batches: object, scale: object, *, custom: bool) -> None:
+def _check(batches: object, scale: object, loss: object) -> None:
     if not torch.is_grad_enabled():
         raise StateError(
             "poros.accumulate() computes gradients, and they are off. Call it outside of "
@@ -143,10 +143,15 @@ def _check(batches: object, scale: object, *, custom: bool) -> None:
             f"mappings that the model is called with; got {_told(batches)}."
         )
     odd = next((batch for batch in batches if not isinstance(batch, Mapping)), None)
-    if odd is not None and not custom:
+    if odd is not None and loss is None:
         raise SettingsError(
             f"Each micro-batch must be a mapping of what the model is called with; got {_told(odd)}"
             ". Pass loss= for other kinds: it is called with the model and the micro-batch."
+        )
+    if loss is not None and not callable(loss):
+        raise SettingsError(
+            "loss must be a function that is called with the model and a micro-batch and returns "
+            f"the loss, or None for model(**batch).loss; got {loss!r}."
         )
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise SettingsError(f"scale must be a number, or None; got {scale!r}.")

@@ -128,12 +128,17 @@ def chunked_loss(model: nn.Module, *, chunk: int = CHUNK) -> ChunkedLoss:
         chunk: tokens that have logits at a time.
 
     Raises:
-        SettingsError: ``chunk`` is no positive number.
+        SettingsError: ``chunk`` is no positive number, or ``model`` is no model.
         PrepareError: it is on already.
         UnsupportedModelError: the model has no output embedding or a loss of its own.
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise SettingsError(f"chunk must be a whole number of tokens from 1 up; got {chunk!r}.")
+    if not isinstance(model, nn.Module):
+        raise SettingsError(
+            f"poros.chunked_loss() takes a model, not {type(model).__name__}. Pass the "
+            "Transformers model, or what peft.get_peft_model() returned."
+        )
     base: Any = base_model_of(model)
     if _MARK in base.__dict__:
         raise PrepareError(

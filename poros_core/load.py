@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,14 @@ import attrs
 import torch
 from torch import nn
 
+from poros_core.adapter_folder import adapter_told
+from poros_core.configs import read_config
 from poros_core.errors import CheckpointError, SettingsError
 from poros_core.host_mode import named_mode
+from poros_core.load_arguments import asked_cache, checked_name, checked_observer, named_dtype
 from poros_core.load_base import LoadJob, load_base
 from poros_core.load_progress import LoadObserver
 from poros_core.log import get_logger
-from poros_core.packed_cache import PackedCache, cache_from
 from poros_core.plugins import plugins
 from poros_core.prepare import default_device, named_device
 from poros_core.protocols import LoaderStrategy, LoadRequest
@@ -34,7 +37,7 @@ def load(
     precision: str = "nf4",
     load_strategy: str = "auto",
     device: torch.device | str | int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     quantization_config: Any = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -59,8 +62,8 @@ def load(
             is Transformers' own way and holds the whole base there for a moment; ``"auto"`` is
             streamed, and standard only for a named reason, which it reports.
         device: where the model will compute; None means CUDA if there is any.
-        dtype: dtype of what is not quantised; None means the checkpoint's own for NF4, and bf16
-            for ``precision="bf16"``.
+        dtype: dtype of what is not quantised, or its name as ``"float16"``; None and ``"auto"``
+            mean the checkpoint's own for NF4, and bf16 for ``precision="bf16"``.
         quantization_config: a ``BitsAndBytesConfig``; None means NF4 with bf16 compute.
         revision: branch, tag or commit of a hub model.
         token: the hub's access token.
@@ -83,7 +86,8 @@ def load(
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its keys do not fit.
         UnsupportedModelError: no family covers it.
-        SettingsError: there is no such precision, strategy or ``host``.
+        SettingsError: there is no such precision, strategy, device, dtype or ``host``, or an
+            argument that nobody knows.
         PrepareError: host memory, or the disk for ``host="mmap"``, does not suffice.
     """
     if nf4_load_strategy is not None:
@@ -93,29 +97,27 @@ def load(
                 "disagree. Give only load_strategy."
             )
         load_strategy = nf4_load_strategy
+    title = checked_name(model_id_or_path)
+    wanted_dtype = named_dtype(dtype)
+    observer = checked_observer(observer)
+    target = named_device(device) if device is not None else default_device()
+    mode = named_mode(host)
+    kept = asked_cache(cache, host)
     folder = local_folder(model_id_or_path, revision=revision, token=token)
-    config = _read_config(folder, trust_remote_code=trust_remote_code)
-    family = plugins().family_for(config).value
     request = LoadRequest(
         path=folder,
-        family=family,
-        device=named_device(device) if device is not None else default_device(),
-        dtype=dtype,
+        family=plugins().family_for(_config(folder)).value,
+        device=target,
+        dtype=wanted_dtype,
         quantization_config=quantization_config,
         from_pretrained=from_pretrained,
         trust_remote_code=trust_remote_code,
     )
     strategy = choose_strategy(precision, load_strategy, request)
-    job = LoadJob(
-        strategy=strategy,
-        request=request,
-        title=str(model_id_or_path),
-        cache=_cache(cache, host),
-        host=named_mode(host),
-    )
+    job = LoadJob(strategy=strategy, request=request, title=title, cache=kept, host=mode)
     model: Any = _observed(job, verbose=verbose, observer=observer)
-    if str(model_id_or_path) != str(folder):
-        model.config._name_or_path = str(model_id_or_path)
+    if title != str(folder):
+        model.config._name_or_path = title
     return model
 
 
@@ -128,12 +130,6 @@ def _observed(job: LoadJob, *, verbose: bool, observer: LoadObserver | None) -> 
 
     with LoadBar() as bar:
         return load_base(attrs.evolve(job, observer=bar))
-
-
-def _cache(cache: bool | str | os.PathLike[str] | None, host: str) -> PackedCache | None:
-    """Return the cache to use. ``host="mmap"`` needs one: the default, if none is named."""
-    found = cache_from(cache)
-    return cache_from(True) if found is None and host == "mmap" and cache is None else found
 
 
 def choose_strategy(precision: str, load_strategy: str, request: LoadRequest) -> LoaderStrategy:
@@ -166,11 +162,12 @@ def local_folder(
 
     Raises:
         CheckpointError: it is no folder and cannot be had from the hub.
+        SettingsError: it is neither text nor a path.
     """
+    name = checked_name(model_id_or_path)
     path = Path(model_id_or_path)
     if path.is_dir():
         return path
-    name = str(model_id_or_path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise CheckpointError(
             f"There is no folder '{name}'. Pass the folder that holds config.json and the "
@@ -196,20 +193,8 @@ def local_folder(
         ) from error
 
 
-def _read_config(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    import json
-
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"'{folder}' has no config.json. Pass the folder of a Transformers checkpoint."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"'{path}' cannot be read as JSON: {error}. Fetch the checkpoint again."
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"'{path}' holds no JSON object. Fetch the checkpoint again.")
-    return config
+def _config(folder: Path) -> Mapping[str, Any]:
+    told = adapter_told(folder)
+    if told is not None:
+        raise CheckpointError(told)
+    return read_config(os.path.abspath(folder))

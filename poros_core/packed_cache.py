@@ -39,6 +39,7 @@ from poros_core.packed_entry import (
     read_entry,
 )
 from poros_core.packed_file import DamagedFile
+from poros_core.sizes import parse_size
 
 __all__ = [
     "FOLDER_VARIABLE",
@@ -52,13 +53,17 @@ __all__ = [
 _log = get_logger("cache")
 
 FOLDER_VARIABLE = "POROS_CACHE"
-"""Environment variable: ``1`` keeps packed bases in the default folder, a path keeps them there;
-``0`` or nothing keeps none."""
+"""Environment variable: ``1``, ``true``, ``yes`` or ``on`` keeps packed bases in the default
+folder, a path keeps them there; ``0``, ``false``, ``no``, ``off`` or nothing keeps none."""
 LIMIT_VARIABLE = "POROS_CACHE_LIMIT"
-"""Environment variable: most bytes that a cache may take, as a number or with ``GB`` behind it."""
+"""Environment variable: most that a cache may take, in bytes or as ``200GB`` or ``100GiB``."""
 
 _DEFAULT_LIMIT = 200_000_000_000
 _LEAVING = "leaving-"
+_SWITCHES = {
+    **dict.fromkeys(("", "0", "false", "no", "off"), False),
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+}
 
 
 class CacheRefusal(Exception):
@@ -206,10 +211,13 @@ def cache_from(setting: bool | str | os.PathLike[str] | None) -> PackedCache | N
     Args:
         setting: True is the default folder, False none, a path that folder, and None what
             ``POROS_CACHE`` says.
+
+    Raises:
+        SettingsError: ``POROS_CACHE_LIMIT`` is no size.
     """
     if setting is None:
-        setting = os.environ.get(FOLDER_VARIABLE, "")
-        setting = {"": False, "0": False, "1": True}.get(setting, setting)
+        text = os.environ.get(FOLDER_VARIABLE, "")
+        setting = _SWITCHES.get(text.strip().lower(), text)
     if setting is False:
         return None
     return PackedCache(default_folder() if setting is True else Path(setting).expanduser())
@@ -225,13 +233,13 @@ def _limit() -> int:
     text = os.environ.get(LIMIT_VARIABLE, "").strip()
     if not text:
         return _DEFAULT_LIMIT
-    number = text.upper().removesuffix("GB")
-    try:
-        return int(float(number) * (1e9 if number != text.upper() else 1))
-    except ValueError as error:
+    limit = parse_size(text, what=LIMIT_VARIABLE)
+    if limit < 1:
         raise SettingsError(
-            f"{LIMIT_VARIABLE}={text!r} is no size. Give a number of bytes, or for example 200GB."
-        ) from error
+            f"{LIMIT_VARIABLE}={text!r} is less than a byte. Give a size such as 200GB; "
+            f"{FOLDER_VARIABLE}=0 keeps nothing."
+        )
+    return limit
 
 
 def _abandoned(building: Path) -> bool:

@@ -228,8 +228,53 @@ def default_device() -> torch.device:
 
 
 def named_device(device: torch.device | str | int) -> torch.device:
-    """Return the device of that name, with its index if it is a CUDA device."""
-    wanted = torch.device(device)
-    if wanted == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return wanted
+    """Return the device of that name, with its index if it is a CUDA device.
+
+    Args:
+        device: the name, or the number of a CUDA device.
+
+    Raises:
+        SettingsError: there is no such device, or not on this machine.
+    """
+    wanted = _device(device)
+    if wanted.type == "cpu":
+        return wanted
+    if not torch.cuda.is_available():
+        why = "sees no CUDA device" if torch.version.cuda else "is built without CUDA"
+        raise SettingsError(
+            f"device={device!r} asks for CUDA, and this torch ({torch.__version__}) {why}; "
+            "`poros doctor` says more. Install a torch that is built for CUDA on a machine with an "
+            "NVIDIA driver, or pass device='cpu'."
+        )
+    count = torch.cuda.device_count()
+    index: int | None = wanted.index
+    if index is not None and index >= count:
+        raise SettingsError(
+            f"device={device!r}: CUDA devices here are numbered 0 to {count - 1}. Pass one of "
+            "those, and look at CUDA_VISIBLE_DEVICES if one is missing."
+        )
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def _device(device: object) -> torch.device:
+    try:
+        if isinstance(device, torch.device):
+            found = device
+        elif isinstance(device, int) and not isinstance(device, bool):
+            found = torch.device("cuda", device)
+        elif isinstance(device, str):
+            found = torch.device(device)
+        else:
+            raise TypeError
+    except (RuntimeError, TypeError) as error:
+        raise _no_device(device) from error
+    if found.type not in ("cpu", "cuda"):
+        raise _no_device(device)
+    return found
+
+
+def _no_device(device: object) -> SettingsError:
+    return SettingsError(
+        "device must be 'cpu', 'cuda', 'cuda:0' or another number, that number, or the "
+        f"torch.device of such a name; got {device!r}."
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
+from poros_core.adapter_folder import adapter_told
 from poros_core.errors import CheckpointError
 
 __all__ = ["Checkpoint", "TensorHeader", "few", "read_checkpoint", "read_config"]
@@ -21,6 +22,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 _HEADER_LIMIT = 100_000_000
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
@@ -114,14 +116,11 @@ def read_config(path: Path) -> Mapping[str, Any]:
         )
     config = path / "config.json"
     if not config.is_file():
-        adapter = (path / "adapter_config.json").is_file()
-        hint = (
-            "It holds an adapter (adapter_config.json): load the base model that the adapter "
-            "names, then put the adapter on it with peft.PeftModel.from_pretrained."
-            if adapter
-            else "Give the folder that Transformers' save_pretrained wrote."
+        raise CheckpointError(
+            adapter_told(path)
+            or f"Checkpoint '{path}' has no config.json. Give the folder that Transformers' "
+            "save_pretrained wrote."
         )
-        raise CheckpointError(f"Checkpoint '{path}' has no config.json. {hint}")
     loaded = _read_json(config)
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(
@@ -229,6 +228,8 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
+        if prefix == _POINTER[:8] and prefix + stream.read(len(_POINTER) - 8) == _POINTER:
+            raise _pointer(file)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT
         if length > min(size - 8, _HEADER_LIMIT):
             raise _damaged(file, f"its header does not fit into its {size} bytes")
@@ -284,6 +285,14 @@ def _check_extent(file: Path, offsets: list[list[int]], available: int) -> None:
         raise _damaged(file, f"{available - position} bytes at its end belong to no tensor")
 
 
+def _pointer(file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoint file '{file}' is a git-LFS pointer: it says where the content is and has "
+        f"none. Run `git lfs install` and `git lfs pull` in '{file.parent}', or download the "
+        "checkpoint with huggingface_hub's snapshot_download."
+    )
+
+
 def _damaged(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"Checkpoint file '{file}' is truncated or damaged: {what}. Delete it and download it "
@@ -293,7 +302,10 @@ def _damaged(file: Path, what: str) -> CheckpointError:
 
 def _read_json(file: Path) -> Mapping[str, Any]:
     try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
+        if content.startswith(_POINTER):
+            raise _pointer(file)
+        loaded = json.loads(content.decode("utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"'{file}' is not valid JSON ({error}). Download it again."

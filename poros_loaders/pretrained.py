@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from poros_core.configs import auto_class
@@ -18,13 +20,19 @@ if TYPE_CHECKING:
 
 __all__ = ["check_arguments", "load_checked", "load_plain", "mark_device", "placement"]
 
+_CONFIGURED = "use quantization_config=BitsAndBytesConfig(...) of poros.load"
 _OWNED = {
+    "bnb_4bit_compute_dtype": _CONFIGURED,
+    "bnb_4bit_quant_storage": _CONFIGURED,
+    "bnb_4bit_quant_type": _CONFIGURED,
+    "bnb_4bit_use_double_quant": _CONFIGURED,
     "config": "edit config.json in the checkpoint's folder",
     "device_map": "say where the model computes with device=",
     "dtype": "use dtype= of poros.load",
     "torch_dtype": "use dtype= of poros.load",
     "gguf_file": "convert the checkpoint to safetensors",
     "ignore_mismatched_sizes": "give a checkpoint whose shapes fit its config",
+    "load_in_4bit": 'use precision="nf4" of poros.load, which is its default',
     "max_memory": "leave it out: the base stays in host memory",
     "offload_folder": "leave it out: the base stays in host memory",
     "output_loading_info": "leave it out: missing and unexpected keys are an error already",
@@ -37,18 +45,58 @@ _OWNED = {
     "variant": "give a folder whose files have their standard names",
 }
 
+_TRANSFORMERS = {
+    "adapter_kwargs", "adapter_name", "allow_all_kernels", "attn_implementation", "cache_dir",
+    "code_revision", "device_mesh", "disable_mmap", "distributed_config", "experts_implementation",
+    "force_download", "from_flax", "from_tf", "fusion_config", "generation_config", "kernel_config",
+    "key_mapping", "local_files_only", "low_cpu_mem_usage", "mirror", "offload_buffers",
+    "offload_state_dict", "proxies", "tp_size", "tqdm_class", "use_kernels", "weights_only",
+}  # fmt: skip
+"""What ``from_pretrained`` takes for itself; it tries anything else as an entry of the config."""
+
 
 def check_arguments(request: LoadRequest) -> None:
-    """Refuse arguments for ``from_pretrained`` that the loader itself decides.
+    """Refuse arguments for ``from_pretrained`` that the loader itself decides, or nobody knows.
 
     Raises:
         SettingsError: there is one; the message says what to use instead.
     """
     for name in request.from_pretrained:
-        if name in _OWNED:
-            raise SettingsError(
-                f"'{name}' cannot be passed on to from_pretrained here; {_OWNED[name]}."
-            )
+        fix = _OWNED.get(name) or (_precisions() if name.startswith("load_in_") else None)
+        if fix is not None:
+            raise SettingsError(f"'{name}' cannot be passed on to from_pretrained here; {fix}.")
+    unknown = sorted(set(request.from_pretrained) - _TRANSFORMERS)
+    if unknown:
+        _check_entries(request, unknown)
+
+
+def _precisions() -> str:
+    from poros_core.plugins import plugins
+
+    installed = plugins().loaders.keys()
+    names = dict.fromkeys(key.partition("/")[0] for key in installed)
+    return f"use precision= of poros.load, of which these are installed: {', '.join(names)}"
+
+
+def _check_entries(request: LoadRequest, names: list[str]) -> None:
+    """Refuse names that are no entries of the model's config either."""
+    from transformers import AutoConfig
+
+    from poros_core.load import load
+
+    if request.trust_remote_code and "auto_map" in read_config(request.path):
+        return  # a checkpoint's own code may take what it likes
+    config = AutoConfig.from_pretrained(request.path)
+    for name in names:
+        if hasattr(config, name):
+            continue
+        own = [*inspect.signature(load).parameters, *sorted(_TRANSFORMERS)]
+        close = get_close_matches(name, [*own, *config.to_dict()], n=1)
+        hint = f"Did you mean '{close[0]}'?" if close else "Leave it out."
+        raise SettingsError(
+            f"'{name}' is no argument of poros.load, of Transformers' from_pretrained, or an entry "
+            f"of this model's config. {hint}"
+        )
 
 
 def placement(device: torch.device) -> int | str:

@@ -240,7 +240,7 @@ def test_what_cannot_be_keyed_is_loaded_and_not_kept(
 ) -> None:
     load(checkpoint, folder, precision="bf16", generation_config=GenerationConfig())
     assert happened(events) == ["cache_unavailable"]
-    assert not folder.exists()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("writes", [pytest.param(0, marks=slow), 7])
@@ -351,7 +351,7 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         cache = cache_from(setting)
         assert (None if cache is None else cache.folder) == wanted
     monkeypatch.setenv(LIMIT_VARIABLE, "much")
-    with pytest.raises(SettingsError, match="200GB"):
+    with pytest.raises(SettingsError, match="16GB"):
         cache_from(True)
 
 
@@ -363,7 +363,7 @@ def kill_a_first_load(path: Path, folder: Path, delay: float, *, while_writing: 
         os._exit(0)
     if while_writing:
         end = time.monotonic() + 30
-        while time.monotonic() < end and not folder.exists():
+        while time.monotonic() < end and not any(folder.glob("*")):
             time.sleep(0.0005)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
