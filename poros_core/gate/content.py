@@ -1,4 +1,4 @@
-"""What tells the inputs of two gates apart, and files that are there whole or not at all.
+"""What tells the inputs of two gates apart.
 
 [Note: What an identity covers]
 Of the data file: the SHA-256. Of every weight file: its size, the SHA-256 of its header, and the
