@@ -335,6 +335,45 @@ def test_captures_while_the_device_is_full(
     assert torch.rand(2, device=device).isfinite().all(), "the generator can be used"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "once torch has opened the pool"])
+def test_captures_that_cuda_does_not_let_begin(
+    late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process lives, training goes on, and its bits are the same."""
+    device, made = torch.device("cuda"), count()
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    class Refused(torch.cuda.CUDAGraph):
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            if next(made) not in (0, 3):
+                return super().capture_begin(*args, **kwargs)
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            if late:
+                super().capture_begin(*args, **kwargs)
+            else:
+                assert driver.cuStreamBeginCapture_v2(stream, 1) == 0
+            try:
+                if late:
+                    raise RuntimeError("refused")
+                super().capture_begin(*args, **kwargs)
+            finally:
+                driver.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))
+
+    eager = run(make(device, graphs=False), lengths, device)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Refused)
+    model = make(device)
+    with caplog.at_level("WARNING", logger="poros.graphs"):
+        found = run(model, lengths, device)
+    assert next(made) > 0
+    assert "graph_capture_failed" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    del model, found
+    gc.collect()  # torch would end the process here
+    assert torch.rand(2, device=device).isfinite().all(), "the generator can be used"
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_an_arena_is_not_filled(device: torch.device) -> None:
     """The kernel that fills would run beside the streams that use the memory."""

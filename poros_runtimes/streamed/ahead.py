@@ -9,9 +9,6 @@ be needed next, as they arrive on a stream of their own, and a unit that gets it
 there from the device. Nothing else changes: a unit's address is that of its slot, and one that is
 not ahead comes from the host as ever.
 
-Where records have many lengths, so have the logits, and few blocks that these leave are as large as
-a unit. So a unit waits in pieces, in as many blocks as it takes.
-
 Memory is only taken if the allocator has it already, and could reserve as much again: the peak is
 at the loss, and by then all of it has been given back, behind a wait of the compute stream for the
 copies. How much that is depends on the length, and is looked up anew whenever the allocator holds
@@ -31,25 +28,21 @@ from attrs import define, field
 from poros_core.host_store import UnitImage
 from poros_core.log import get_logger
 from poros_runtimes.streamed.arena import not_filled
-from poros_runtimes.streamed.lane import Event, Lane, parts
+from poros_runtimes.streamed.lane import Event, Lane
 
 __all__ = ["Ahead", "IdleMemory", "Memory"]
 
 _log = get_logger("runtime")
 
 _SHARE = 0.6
-"""Of the pieces that fit in idle memory, how many are borrowed as a backward starts: the rest is
-for what it needs and a forward does not, such as gradients."""
+"""Of the blocks of idle memory that units fit in, how many are borrowed as a backward starts: the
+rest is for what it needs and a forward does not, such as gradients."""
 _SHARE_AFTER = 0.9
 """The same when the backward is behind: the rest is for what an optimizer computes with."""
 _LESS = 0.75
 """What the number of units is multiplied by when it was too much."""
 _MOST = 16
 """Units that are borrowed for at most."""
-_PIECE = 32 << 20
-"""Bytes that a piece of a unit has at most. Smaller ones would not be copied at the link's rate."""
-_ALIGNMENT = 512
-"""Bytes. What the CUDA caching allocator rounds sizes up to."""
 _SMALL = 1 << 20
 """Bytes up to which the CUDA caching allocator keeps tensors in a pool of their own
 (``kSmallSize`` in torch's CUDACachingAllocator)."""
@@ -58,14 +51,11 @@ _SMALL = 1 << 20
 class Memory(Protocol):
     """Where memory is borrowed."""
 
-    def borrow(
-        self, nbytes: int, *, each: int, tokens: int, after: bool = False
-    ) -> list[list[torch.Tensor]]:
-        """Return flat uint8 tensors of so many bytes each, as many sets as can be spared.
+    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
+        """Return flat uint8 tensors of so many bytes each, as many as can be spared.
 
         Args:
-            nbytes: of each tensor, the same in every call.
-            each: how many make a set.
+            nbytes: of each.
             tokens: of the forward whose backward starts.
             after: whether that backward is behind.
         """
@@ -85,9 +75,7 @@ class IdleMemory:
         self._most: dict[tuple[bool, int], int] = {}
         self._reserved = self._pool = self._lent = 0
 
-    def borrow(
-        self, nbytes: int, *, each: int, tokens: int, after: bool = False
-    ) -> list[list[torch.Tensor]]:
+    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
         """Borrow what is idle; see ``Memory``. A CPU's memory is nobody's to lend, and what is
         small is not kept with what is large."""
         if self._device.type != "cuda" or nbytes <= _SMALL:
@@ -102,22 +90,19 @@ class IdleMemory:
             segments = self._segments()
             self._pool = sum(segment["total_size"] for segment in segments)
             share = _SHARE_AFTER if after else _SHARE
-            self._most[after, tokens] = int(share * self._fitting(segments, nbytes)) // each
+            self._most[after, tokens] = int(share * self._fitting(segments, nbytes))
         # a longer forward may come before it is given back, and has less to spare
         most = min(fit for (when, n), fit in self._most.items() if when == after and n >= tokens)
-        room = self._room(reserved) // (each * nbytes)
-        most = min(most, self._cap - self._lent, room - self._lent)
-        borrowed: list[list[torch.Tensor]] = []
+        most = min(most, self._cap - self._lent, self._room(reserved) // nbytes - self._lent)
+        borrowed: list[torch.Tensor] = []
         for _ in range(most):
             with not_filled():
-                tensors = [
-                    torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(each)
-                ]
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             if self._reserved_now() > reserved:
-                del tensors
+                del memory
                 self._borrow_less(than=self._lent + len(borrowed) + 1)
                 break
-            borrowed.append(tensors)
+            borrowed.append(memory)
         self._lent += len(borrowed)
         return borrowed
 
@@ -176,10 +161,10 @@ class IdleMemory:
 
 @define(eq=False)
 class _Berth:
-    """Borrowed memory for one unit, in pieces, which unit is there, and two events: that its bytes
-    are there, and that they may be overwritten."""
+    """Borrowed memory for one unit, which unit is there, and two events: that its bytes are there,
+    and that they may be overwritten."""
 
-    pieces: list[torch.Tensor] = field(repr=False)
+    memory: torch.Tensor = field(repr=False)
     free: Event
     unit: int | None = None
     there: Event | None = None
@@ -204,10 +189,9 @@ class Ahead:
         """
         self.bytes_copied = 0
         self.copies = 0
-        self._count = max(1, -(-nbytes // _PIECE))
-        self._piece = -(-nbytes // (self._count * _ALIGNMENT)) * _ALIGNMENT
         self._memory = memory
         self._lane = lane
+        self._nbytes = nbytes
         self._poison = poison
         self._length = self._longest = 0
         self._started = False
@@ -251,12 +235,10 @@ class Ahead:
         self._started = False
 
     def _borrow(self, *, after: bool) -> None:
-        if self._piece and self._length:
-            memory = self._memory.borrow(
-                self._piece, each=self._count, tokens=self._length, after=after
-            )
+        if self._nbytes and self._length:
+            memory = self._memory.borrow(self._nbytes, tokens=self._length, after=after)
             now = self._lane.record()
-            self._berths.extend(_Berth(pieces, now) for pieces in memory)
+            self._berths.extend(_Berth(each, now) for each in memory)
 
     def cut_short(self) -> None:
         """Give the memory back although no forward came: others need it."""
@@ -322,22 +304,21 @@ class Ahead:
     def _copy(self, berth: _Berth, unit: int, image: UnitImage) -> None:
         events = [berth.free, *([] if berth.there is None else [berth.there])]
         berth.unit = None
-        for part, into in parts(image.bytes_for_copy(), berth.pieces):
-            berth.there = self._lane.copy(into, part, after=events, poison=self._poison)
-            events = []
-        assert berth.there is not None
+        source = image.bytes_for_copy()
+        target = berth.memory[: source.nbytes]
+        berth.there = self._lane.copy(target, source, after=events, poison=self._poison)
         image.copied(berth.there)
         berth.unit = unit
         self.copies += 1
-        self.bytes_copied += image.nbytes
+        self.bytes_copied += source.nbytes
 
-    def take(self, unit: int) -> tuple[list[torch.Tensor], Event] | None:
-        """Return the pieces that a unit's bytes stand in, and the event that they are there; None
-        if it does not wait. A smaller unit does not fill them. ``taken`` must follow."""
+    def take(self, unit: int) -> tuple[torch.Tensor, Event] | None:
+        """Return a unit's bytes and the event that they are there; None if it does not wait.
+        ``taken`` must follow."""
         for berth in self._berths:
             if berth.unit == unit:
                 assert berth.there is not None
-                return berth.pieces, berth.there
+                return berth.memory, berth.there
         return None
 
     def taken(self, unit: int, event: Event) -> None:

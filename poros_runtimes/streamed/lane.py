@@ -7,7 +7,7 @@ it is done when the call returns, and an event is a value that says nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from poros_runtimes.streamed.arena import Arena
 from poros_runtimes.streamed.streams import own_stream
 
-__all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "make_lane", "parts"]
+__all__ = ["POISON", "CudaLane", "Event", "HostLane", "Lane", "make_lane"]
 
 POISON = 0xFF
 """Every byte of poisoned memory: NaN in bf16, fp16, fp32 and fp64, and an absurd quantised code."""
@@ -130,19 +130,6 @@ class CudaLane:
     def record(self) -> Event:
         """Record an event on the current stream; see ``Lane``."""
         return cast(Event, torch.cuda.current_stream(self._device).record_event())
-
-
-def parts(
-    flat: torch.Tensor, pieces: Iterable[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield stretches of a flat tensor, and the pieces that each stands in by turns, cut to the
-    stretch where it ends before they do."""
-    at = 0
-    for piece in pieces:
-        part = flat[at : at + piece.numel()]
-        if part.numel():
-            yield part, piece[: part.numel()]
-        at += piece.numel()
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -13,7 +13,7 @@ from poros_core.host_store import UnitImage
 from poros_core.protocols import TensorRef
 from poros_core.schedule import Region, fetches
 from poros_runtimes.streamed.ahead import Ahead
-from poros_runtimes.streamed.lane import POISON, Event, Lane, parts
+from poros_runtimes.streamed.lane import POISON, Event, Lane
 
 __all__ = ["Residency", "Window"]
 
@@ -313,7 +313,8 @@ class Window:
         if any(other.users for other in others):
             raise StateError(_HELD)
         waiting = None if self.ahead is None else self.ahead.take(unit)
-        pieces, there = waiting or ([place.image.bytes_for_copy()], None)
+        source, there = waiting or (place.image.bytes_for_copy(), None)
+        source = source[: place.region.size]
         events = [place.event, there, *(other.event for other in others)]
         if place.beyond:
             events.append(self._last)
@@ -321,18 +322,14 @@ class Window:
         for other in others:  # a copy that breaks off leaves nothing of them
             if other.state is not Residency.HOST:
                 other.forget()
-        for memory, piece in parts(place.memory, pieces):
-            place.event = self._lane.copy(memory, piece, after=after, poison=self._poison)
-            after = []
-            if waiting is not None:
-                assert self.ahead is not None
-                self.ahead.taken(unit, place.event)
+        place.event = self._lane.copy(place.memory, source, after=after, poison=self._poison)
         for other in others:
             other.event = None
         place.move(Residency.IN_FLIGHT)
         if waiting is not None:
+            assert self.ahead is not None
+            self.ahead.taken(unit, place.event)
             return
-        assert place.event is not None
         place.image.copied(place.event)
         self.copies += 1
         self.bytes_streamed += place.region.size

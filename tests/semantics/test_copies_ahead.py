@@ -28,10 +28,6 @@ from semantics.lanes import EarlyLane, LateLane
 CPU = torch.device("cpu")
 
 
-def sets(nbytes: int, each: int, count: int) -> list[list[torch.Tensor]]:
-    return [[torch.empty(nbytes, dtype=torch.uint8) for _ in range(each)] for _ in range(count)]
-
-
 class Lent:
     """Memory for so many units, as many more after a backward, and whether it is out."""
 
@@ -44,12 +40,10 @@ class Lent:
         self.times = 0
         Lent.made.append(self)
 
-    def borrow(
-        self, nbytes: int, *, each: int, tokens: int, after: bool = False
-    ) -> list[list[torch.Tensor]]:
+    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
         count = self.more if after else self.count
-        memory = sets(nbytes, each, count)
-        self.out += [weakref.ref(piece.untyped_storage()) for pieces in memory for piece in pieces]
+        memory = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)]
+        self.out += [weakref.ref(each.untyped_storage()) for each in memory]
         self.times += not after
         return memory
 
@@ -129,38 +123,9 @@ def test_the_bits_are_the_same(
     assert window.ahead.copies > 0
 
 
-@pytest.fixture(params=[1 << 12, 10_000])
-def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Let units wait in pieces of about so many bytes."""
-    monkeypatch.setattr(ahead, "_PIECE", request.param)
-    return int(request.param)
-
-
-@pytest.mark.parametrize("lane", [HostLane, LateLane])
-def test_in_pieces(monkeypatch: pytest.MonkeyPatch, piece: int, lane: type[Any]) -> None:
-    """A unit waits in as many as it takes."""
-    asked: set[tuple[int, int]] = set()
-    borrow = Lent.borrow
-
-    def noted(self: Lent, nbytes: int, *, each: int, **kwargs: Any) -> list[list[torch.Tensor]]:
-        asked.add((nbytes, each))
-        return borrow(self, nbytes, each=each, **kwargs)
-
-    monkeypatch.setattr(Lent, "borrow", noted)
-    monkeypatch.setattr(units, "make_lane", lambda device: lane())
-    arm = both(several)
-    largest = max(handle_of(arm).units.sizes.layers)
-    ((size, each),) = asked
-    assert each == -(-largest // piece) > 1
-    assert largest <= each * size < largest + each * 512
-    assert handle_of(arm).units.window.ahead.copies > 0
-
-
-@pytest.mark.parametrize("number", range(1, 14))
+@pytest.mark.parametrize("number", range(1, 6))
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_interrupt_between_two_pieces(
-    monkeypatch: pytest.MonkeyPatch, piece: int, which: int, number: int
-) -> None:
+def test_an_interrupt_in_a_copy(monkeypatch: pytest.MonkeyPatch, which: int, number: int) -> None:
     """Of the copies into slots, or of those into what is borrowed, so many are issued."""
     left = [0]
 
@@ -297,9 +262,9 @@ def test_an_evaluation_between_forward_and_backward_is_not_what_is_asked_for(
     asked: list[int] = []
     borrow = Lent.borrow
 
-    def noted(self: Lent, nbytes: int, *, tokens: int, **kwargs: Any) -> list[list[torch.Tensor]]:
+    def noted(self: Lent, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
         asked.append(tokens)
-        return borrow(self, nbytes, tokens=tokens, **kwargs)
+        return borrow(self, nbytes, tokens=tokens, after=after)
 
     monkeypatch.setattr(Lent, "borrow", noted)
 
@@ -467,10 +432,8 @@ class Several:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def borrow(
-        self, nbytes: int, *, each: int, tokens: int, after: bool = False
-    ) -> list[list[torch.Tensor]]:
-        return sets(nbytes, each, self.count)
+    def borrow(self, nbytes: int, *, tokens: int, after: bool = False) -> list[torch.Tensor]:
+        return [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.count)]
 
     def returned(self) -> None:
         """Nothing is noted."""
@@ -530,40 +493,30 @@ def idle() -> torch.device:
 def test_only_idle_memory_is_borrowed(idle: torch.device) -> None:
     reserved = torch.cuda.memory_reserved(idle)
     memory = IdleMemory(idle)
-    borrowed = memory.borrow(SIZE, each=1, tokens=1)
+    borrowed = memory.borrow(SIZE, tokens=1)
     assert len(borrowed) == int(ahead._SHARE * 12)
     assert torch.cuda.memory_reserved(idle) == reserved
     del borrowed
     memory.returned()
     held = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(4)]
     assert torch.cuda.memory_reserved(idle) == reserved, "nothing is left in pieces"
-    assert not memory.borrow(SIZE, each=1, tokens=2), "nothing is idle"
+    assert not memory.borrow(SIZE, tokens=2), "nothing is idle"
     del held
     memory.returned()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_units_are_borrowed_whole_from_whatever_blocks_there_are(idle: torch.device) -> None:
-    memory = IdleMemory(idle)
-    borrowed = memory.borrow(SIZE, each=5, tokens=1)
-    assert [len(pieces) for pieces in borrowed] == [5] * (int(ahead._SHARE * 12) // 5)
-    more = memory.borrow(SIZE, each=5, tokens=1, after=True)
-    assert len(more) == int(ahead._SHARE_AFTER * (12 - 5 * len(borrowed))) // 5
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_less_is_borrowed_once_more_had_to_be_reserved(idle: torch.device) -> None:
     memory = IdleMemory(idle)
-    borrowed = memory.borrow(SIZE, each=1, tokens=1)
+    borrowed = memory.borrow(SIZE, tokens=1)
     more = torch.empty(12 * SIZE, dtype=torch.uint8, device=idle)
     del borrowed, more
     memory.returned()
     assert torch.cuda.memory_reserved(idle) < 12 * SIZE, "what was reserved is given back"
     again = torch.empty(12 * SIZE, dtype=torch.uint8, device=idle)
     del again
-    assert len(memory.borrow(SIZE, each=1, tokens=1)) == int(ahead._LESS * int(ahead._SHARE * 12))
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._LESS * int(ahead._SHARE * 12))
 
 
 @pytest.mark.gpu
@@ -573,14 +526,14 @@ def test_what_is_idle_is_looked_up_for_each_length_and_when_more_is_reserved(
 ) -> None:
     memory = IdleMemory(idle)
     held = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(2)]
-    assert len(memory.borrow(SIZE, each=1, tokens=1)) == int(ahead._SHARE * 6)
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 6)
     del held
-    assert len(memory.borrow(SIZE, each=1, tokens=1)) == int(ahead._SHARE * 6)
-    assert len(memory.borrow(SIZE, each=1, tokens=2)) == int(ahead._SHARE * 12)
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 6)
+    assert len(memory.borrow(SIZE, tokens=2)) == int(ahead._SHARE * 12)
     memory.returned()
     more = [torch.empty(3 * SIZE, dtype=torch.uint8, device=idle) for _ in range(6)]
     del more
-    assert len(memory.borrow(SIZE, each=1, tokens=1)) == int(ahead._SHARE * 18)
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 18)
 
 
 @pytest.mark.gpu
@@ -593,9 +546,9 @@ def test_what_could_not_be_reserved_again_is_not_lent(idle: torch.device) -> Non
         for spare, count in ((0, 0), (3 * SIZE, 3)):
             torch.cuda.set_per_process_memory_fraction((reserved + spare + SIZE // 2) / total)
             memory = IdleMemory(idle)
-            borrowed = memory.borrow(SIZE, each=1, tokens=1)
+            borrowed = memory.borrow(SIZE, tokens=1)
             assert len(borrowed) == count
-            assert not memory.borrow(SIZE, each=1, tokens=1, after=True)
+            assert not memory.borrow(SIZE, tokens=1, after=True)
             del borrowed
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -605,31 +558,29 @@ def test_what_could_not_be_reserved_again_is_not_lent(idle: torch.device) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_is_borrowed_after_a_backward(idle: torch.device) -> None:
     memory = IdleMemory(idle)
-    borrowed = memory.borrow(SIZE, each=1, tokens=1)
+    borrowed = memory.borrow(SIZE, tokens=1)
     left = 12 - len(borrowed)
-    more = memory.borrow(SIZE, each=1, tokens=1, after=True)
+    more = memory.borrow(SIZE, tokens=1, after=True)
     assert len(more) == int(ahead._SHARE_AFTER * left)
     del borrowed, more
     memory.returned()
-    borrowed = memory.borrow(SIZE, each=1, tokens=1)
+    borrowed = memory.borrow(SIZE, tokens=1)
     beyond = torch.empty(12 * SIZE, dtype=torch.uint8, device=idle)
-    assert not memory.borrow(SIZE, each=1, tokens=1, after=True), (
-        "others had to reserve memory meanwhile"
-    )
+    assert not memory.borrow(SIZE, tokens=1, after=True), "others had to reserve memory meanwhile"
     del borrowed, beyond
     memory.returned()
-    assert len(memory.borrow(SIZE, each=1, tokens=1)) <= int(ahead._LESS * int(ahead._SHARE * 12))
+    assert len(memory.borrow(SIZE, tokens=1)) <= int(ahead._LESS * int(ahead._SHARE * 12))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_a_graph_reserves_does_not_count(idle: torch.device) -> None:
     memory = IdleMemory(idle)
-    memory.borrow(SIZE, each=1, tokens=1)
+    memory.borrow(SIZE, tokens=1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin()  # torch.cuda.graph would empty the allocator's cache
         torch.empty(3 * SIZE, dtype=torch.uint8, device=idle).fill_(1)
         graph.capture_end()
     memory.returned()
-    assert len(memory.borrow(SIZE, each=1, tokens=1)) == int(ahead._SHARE * 12)
+    assert len(memory.borrow(SIZE, tokens=1)) == int(ahead._SHARE * 12)
