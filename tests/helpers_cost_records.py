@@ -50,7 +50,10 @@ def _steps(record: Record) -> Iterator[str]:
         if len(record["widths"]) != record["steps"]:
             yield "losses: not a width for each step"
         blocks = record["graph_replays"] + record["eager_blocks"]
-        if _differ(record["graph_share"], record["graph_replays"] / blocks):
+        share, streams = record["graph_share"], record["method"] == "poros"
+        if streams is not (share is not None and blocks > 0):
+            yield "graphs: a share where nothing streams, or none where it does"
+        elif streams and _differ(share, record["graph_replays"] / blocks):
             yield "graphs: another share was replayed"
     elif len(record["losses"]) != record["steps"] + record["warmup"]:
         yield "losses: not one for each step"

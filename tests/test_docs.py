@@ -210,9 +210,9 @@ def further_gates() -> list[str]:
         f"uninterrupted; 7B for {steps('qwen2-7b-200')}, for "
         f"{steps('qwen2-7b-alpaca-200', 'of padded Alpaca records')} of changing lengths, with "
         f"accumulation over {two} and {four} micro-batches and clipping, and with the base in "
-        f"{pageable} and in {mmap}; 32B for {steps('qwen2-32b-200')}. "
-        f"{NUMBERS[len(modes) - 1].capitalize()} modes are exact; one, flash attention with "
-        "deterministic kernels off, is not reproducible resident either. All "
+        f"{pageable} and in {mmap}; 32B for {steps('qwen2-32b-200')}; 72B for "
+        f"{steps('qwen2-72b-20')}. {NUMBERS[len(modes) - 1].capitalize()} modes are exact; one, "
+        "flash attention with deterministic kernels off, is not reproducible resident either. All "
         f"{NUMBERS[len(plants['tiny'])]} faults are caught in the first step, on a tiny shape and "
         "at 0.5B."
     ]

@@ -55,6 +55,7 @@ def _model_and_how(record: Record) -> str:
     settings = record["settings"]
     how = ", optimizer state on the host" if settings["optimizer_state"] == "host" else ""
     how += ", `copy_ahead=True`" if settings.get("copy_ahead") else ""
+    how += ", resident with checkpointing" if record["method"] == "peft-checkpointing" else ""
     filters = settings.get("logging_nan_inf_filter", True)
     return model(record) + how + ("" if filters else ", `logging_nan_inf_filter=False`")
 
@@ -64,13 +65,14 @@ def _cost(record: Record, name: str) -> list[str]:
         _model_and_how(record),
         *(gb(record[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved", "device")),
         seconds(record["step_seconds"]["median"]),
-        seconds(record["link_floor_seconds"]),
+        "-" if record["link_floor_seconds"] is None else seconds(record["link_floor_seconds"]),
     ]
 
 
 def _real_loop(record: Record, name: str) -> list[str]:
     cells = _cost(record, name)
-    return [*cells[:3], *cells[4:], f"{100 * record['graph_share']:.1f} %"]
+    share = record["graph_share"]
+    return [*cells[:3], *cells[4:], "-" if share is None else f"{100 * share:.1f} %"]
 
 
 def _script(record: Record, name: str) -> list[str]:
