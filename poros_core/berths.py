@@ -14,10 +14,10 @@ guess costs time only.
 The sizes can be told even before there is a skeleton, and weights can land there. A berth of about
 the right size is then taken, and one that nobody takes is given back.
 
-While the driver locks pages, other calls of CUDA wait. If all berths were locked as soon as they
-are made, the thread that quantises would wait for them, and reading for it. So a berth where
-quantised weights land is page-locked by a thread of its own when the first of them comes to the
-berth before it, which leaves a layer's time to wait for readers and to run Python meanwhile.
+While the driver locks pages, other calls of CUDA wait. So a berth where quantised weights land is
+page-locked when the first of them comes, by the thread that quantises: if all were locked as soon
+as they are made, that thread would wait for them, and reading for it. Locking the next layer's on a
+thread of its own meanwhile was measured too, and is slower.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
 from types import TracebackType
 
 import torch
@@ -53,8 +52,8 @@ reading those takes a while, and the last of it must not end the load."""
 
 @define(eq=False)
 class _Berth:
-    """A stretch that is being made, its size, how much of it is taken, where in it bytes of files
-    are read to, and the layer's that comes after it."""
+    """A stretch that is being made, its size, how much of it is taken, and where in it bytes of
+    files are read to."""
 
     buffer: Future[HostBuffer]
     capacity: int
@@ -62,7 +61,6 @@ class _Berth:
     read: dict[FileSpan, int] = field(factory=dict)
     reading: Future[None] | None = None
     locking: threading.Lock = field(factory=threading.Lock)
-    following: _Berth | None = None
 
     def ready(self) -> HostBuffer:
         """Wait for the stretch, and return it page-locked if it is to be."""
@@ -92,7 +90,6 @@ class Berths:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(makers(), thread_name_prefix="poros-berths")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="poros-berth-reads")
-        self._locker = ThreadPoolExecutor(1, thread_name_prefix="poros-berth-locks")
 
     def __enter__(self) -> Berths:
         return self
@@ -105,7 +102,6 @@ class Berths:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._readers.shutdown(cancel_futures=True)
-        self._locker.shutdown(cancel_futures=True)
         self._early.clear()
         self._berths.clear()
         self._of.clear()
@@ -122,7 +118,6 @@ class Berths:
                 self._made(title, sizes[title], later=title.startswith(LAYER)), sizes[title]
             )
         self._of.update(self._early)
-        _chain(self._early)
 
     def vacate(self) -> None:
         """Forget what landed before there was a skeleton; nobody may land anything meanwhile."""
@@ -163,7 +158,6 @@ class Berths:
             self._read_into(berth, [files[name] for name in own if files and name in files])
         for title in list(self._early):
             self._give_back(title)
-        _chain(self._berths)
 
     def _early_or_made(self, title: str, capacity: int, *, later: bool) -> _Berth:
         early = self._early.get(title)
@@ -222,8 +216,6 @@ class Berths:
             begin = None if berth is None else self._place_for(berth, tensor.nbytes)
         if berth is None or begin is None:
             return land_in_memory(tensor)
-        if begin == 0 and berth.following is not None:
-            self._locker.submit(berth.following.ready)  # who lands there meets what it fails with
         place = torch.frombuffer(
             berth.ready().view(), dtype=tensor.dtype, count=tensor.numel(), offset=begin
         ).view(tensor.shape)
@@ -292,13 +284,6 @@ class Berths:
         tied = bool(getattr(config, "tie_word_embeddings", False))
         if isinstance(table, nn.Module) and not tied:
             yield "embedding", table
-
-
-def _chain(berths: Mapping[str, _Berth]) -> None:
-    """Note what comes after each layer."""
-    layers = [title for title in berths if title.startswith(LAYER)]
-    for one, other in pairwise(sorted(layers, key=lambda title: int(title.removeprefix(LAYER)))):
-        berths[one].following = berths[other]
 
 
 def _aligned(nbytes: int) -> int:

@@ -355,34 +355,6 @@ class TestPageLocking:
                 assert berths.land("layer 1", torch.arange(16)).tolist() == list(range(16))
                 assert locked == [16384, 8192]
 
-    def test_the_next_layer_s_is_locked_meanwhile(self, locked: list[int]) -> None:
-        sizes = {"layer 0": 4096, "layer 1": 8192, "head": 16384, "layer 2": 12288}
-        with Berths(QWEN2, GPU, locked=True) as berths:
-            berths.begin(sizes)
-            berths._early["head"].buffer.result()
-            for number, expected in enumerate([[4096, 8192], [12288], []]):
-                locked.clear()
-                for _ in range(2):
-                    berths.land(f"layer {number}", torch.arange(16))
-                berths._locker.submit(int).result()
-                assert sorted(locked) == expected
-
-    def test_whoever_lands_meets_what_locking_ahead_failed_with(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def lock(pointer: int, nbytes: int, device: torch.device) -> Any:
-            if nbytes == 8192:
-                raise PrepareError("refused")
-            return list
-
-        monkeypatch.setattr(host_memory, "lock", lock)
-        with Berths(QWEN2, GPU, locked=True) as berths:
-            berths.begin({"layer 0": 4096, "layer 1": 8192})
-            berths.land("layer 0", torch.arange(16))
-            berths._locker.submit(int).result()
-            with pytest.raises(PrepareError, match="refused"):
-                berths.land("layer 1", torch.arange(16))
-
     def test_where_nothing_lands_a_berth_is_locked_as_it_is_made(
         self, wide: Path, locked: list[int]
     ) -> None:
