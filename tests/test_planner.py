@@ -125,6 +125,7 @@ def run_of(record: Mapping[str, Any]) -> RunSettings:
         block_size=record["block_size"],
         graphs=settings.get("graphs", "auto") != "off",
         optimizer_state=settings.get("optimizer_state", "device"),
+        host=settings.get("host") or "pinned",
     )
 
 

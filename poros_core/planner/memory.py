@@ -205,8 +205,8 @@ def host_memory(weights: Weights, run: RunSettings) -> dict[str, int]:
     layers = weights.layer_bytes(run.precision)
     state = _ADAM * weights.adapter_count(run.rank) if run.optimizer_state == "host" else 0
     found = {
-        "layers": sum(layers) if run.host == "pinned" else 0,
-        "ring": _RING * max(layers) if run.host == "mmap" else 0,
+        "layers": sum(layers) if run.host != "mmap" else 0,
+        "ring": _RING * max(layers) if run.host != "pinned" else 0,
         "head": weights.head_bytes,
         "tables": weights.table_bytes,
         "optimizer": state,

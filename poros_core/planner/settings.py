@@ -38,8 +38,9 @@ class RunSettings:
         optimizer_state: where AdamW's two tensors are between steps.
         fused: whether AdamW is the fused one, as HF Trainer's is; torch's default needs a temporary
             of the adapters' size.
-        host: where layers stand: ``"pinned"`` is page-locked memory, ``"mmap"`` the files of the
-            packed cache, of which the system keeps in memory what it can.
+        host: where layers stand: ``"pinned"`` is page-locked memory, ``"pageable"`` ordinary
+            memory, ``"mmap"`` the files of the packed cache, of which the system keeps in memory
+            what it can.
         loss_chunk: tokens that have logits at a time with ``poros.chunked_loss``; None means all,
             with the model's own loss.
     """
@@ -53,7 +54,7 @@ class RunSettings:
     graphs: bool = True
     optimizer_state: Literal["device", "host"] = "device"
     fused: bool = False
-    host: Literal["pinned", "mmap"] = "pinned"
+    host: Literal["pinned", "pageable", "mmap"] = "pinned"
     loss_chunk: int | None = field(default=None, validator=validators.optional(_positive))
 
     @property

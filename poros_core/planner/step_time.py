@@ -43,6 +43,8 @@ class Rates:
 
     Attributes:
         link: bytes a second from page-locked host memory to the device.
+        ring: bytes a second from layers that are not page-locked, while all of them are in memory,
+            or None if that is not known; then they are taken to be as fast as the link.
         compute: floating-point operations a second that a step's matrix products reach, or None if
             nothing is known of the GPU.
         dequantise: numbers of a quantised weight a second.
@@ -59,6 +61,7 @@ class Rates:
     """
 
     link: float
+    ring: float | None = None
     compute: float | None = None
     dequantise: float = math.inf
     kernels: float = 0.0
@@ -73,6 +76,7 @@ class Rates:
 CARDS: Mapping[str, Rates] = {
     "h200": Rates(
         link=55.4e9,
+        ring=25.5e9,
         compute=381e12,
         dequantise=7.5e11,
         kernels=2e-4,
@@ -234,10 +238,12 @@ def step_time(
     layers = len(weights.layers)
     launch = 0.0 if run.graphs else layers * rates.launch
     computed = _compute(weights, run, rates)
+    ring = None if run.host == "pinned" else rates.ring
+    layer_rate = min(rates.link, ring or rates.link)
     phases = (
         Phase(
             name="forward",
-            link=forward / rates.link,
+            link=forward / layer_rate,
             compute=computed and computed[0],
             launch=launch / 3,
             overlap=-(-layers // run.block_size),
@@ -245,7 +251,7 @@ def step_time(
         Phase(name="head", link=weights.head_bytes / rates.link, compute=computed and computed[1]),
         Phase(
             name="backward",
-            link=backward / rates.link,
+            link=backward / layer_rate,
             compute=computed and computed[2],
             launch=launch * 2 / 3,
             overlap=-(-layers // run.block_size),
