@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import pytest
@@ -789,6 +789,22 @@ def seven(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("host", ["pageable", "mmap"])
+def test_layers_that_are_not_page_locked_come_slower(host: Literal["pageable", "mmap"]) -> None:
+    weights, run = qwen("7b"), RunSettings(host=host)
+    locked = step_time(weights, RunSettings(), Rates(link=50e9))
+    assert step_time(weights, run, Rates(link=50e9)) == locked  # nothing is known of them
+    assert step_time(weights, run, Rates(link=50e9, ring=80e9)) == locked
+    assert step_time(weights, RunSettings(), Rates(link=50e9, ring=20e9)) == locked
+    slow = step_time(weights, run, Rates(link=50e9, ring=20e9))
+    layers = locked.streamed - weights.head_bytes
+    assert slow.link == pytest.approx(layers / 20e9 + weights.head_bytes / 50e9)
+    memory, usual = host_memory(weights, run), host_memory(weights, RunSettings())
+    assert memory.get("layers") == (usual["layers"] if host == "pageable" else None)
+    assert memory["ring"] == 3 * weights.layer_bytes("nf4")[0]
+    assert "ring" not in usual
+
+
 def test_the_command(cli: Cli, seven: str) -> None:
     code, out, err = cli("plan", seven, "--vram-budget", "6GB", "--ram", "32GB", "--card", "h200")
     assert (code, err) == (0, "")
@@ -808,6 +824,9 @@ def test_the_command(cli: Cli, seven: str) -> None:
         (["--vram-budget", "6GB", "--ram", "4GB"], 1, "It does not load"),
         (["--vram-budget", "6GB", "--ram", "8GB"], 1, "trains with poros.load(host='mmap'): as ex"),
         (["--ram", "8GB", "--host", "mmap"], 0, "to download, packed layers 3.67 GB, adapter"),
+        (["--host", "pageable"], 0, "6.24 GB, page-locked but for layers (layers 3.67 GB, ring"),
+        (["--host", "mmap", "--card", "h200"], 0, "which are not page-locked, at 25.5 GB/s"),
+        (["--host", "mmap", "--link-rate", "12GB/s"], 0, "at 12.0 GB/s (as given); the"),
         (["--seq-len", "2048", "--vram-budget", "7.8GB"], 1, "trains with poros.offload_optim"),
         (["--vram-budget", "16GB"], 0, "is the right choice"),
         ([], 0, "Give --vram-budget and --ram"),

@@ -55,15 +55,9 @@ def test_a_record_agrees_with_itself(path: Path) -> None:
         assert record["row"]["name"] == path.stem
 
 
-def _load(record: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(record[name] for name in ("family", "shape", "precision", "method"))
-
-
 def test_a_load_whose_bytes_were_compared_is_the_load_that_was_measured() -> None:
     compared = sorted(BENCHMARKS.glob("load-bytes-*.json"))
-    costs = map(read, BENCHMARKS.glob("load-cost-*.json"))
-    assert {_load(read(path.with_name(path.name.replace("load-bytes", "load-cost"))))
-            for path in compared} == set(map(_load, costs))  # fmt: skip
+    assert len(compared) == len(list(BENCHMARKS.glob("load-cost-*.json")))
     for path in compared:
         cost = read(path.with_name(path.name.replace("load-bytes", "load-cost")))
         [run] = read(path)["runs"]

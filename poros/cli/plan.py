@@ -50,7 +50,10 @@ def plan(
         bool, typer.Option("--fused", metavar="", help="AdamW is fused, as in HF Trainer.")
     ] = False,
     host: Annotated[
-        str, typer.Option(help="Where layers stand: pinned (in memory), mmap (in files).")
+        str,
+        typer.Option(
+            help="Where layers stand: pinned (page-locked memory), pageable, mmap (files)."
+        ),
     ] = "pinned",
     loss_chunk: Annotated[
         int | None,
@@ -97,7 +100,10 @@ def plan(
             _one_of(optimizer_state, "optimizer_state", ("device", "host")),
         ),
         fused=fused,
-        host=cast(Literal["pinned", "mmap"], _one_of(host, "host", ("pinned", "mmap"))),
+        host=cast(
+            Literal["pinned", "pageable", "mmap"],
+            _one_of(host, "host", ("pinned", "pageable", "mmap")),
+        ),
         loss_chunk=loss_chunk,
     )
     vram = None if vram_budget is None else parse_size(vram_budget, what="--vram-budget")

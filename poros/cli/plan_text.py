@@ -74,11 +74,12 @@ def _around(memory: Memory) -> dict[str, int]:
 def _other_rows(plan: RunPlan, rates: Rates) -> list[tuple[str | Text, str | Text]]:
     model = plan.model
     parts = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in plan.host.items())
+    but = " but for layers" if plan.run.host == "pageable" else ""
     adapter = 4 * model.weights.adapter_count(plan.run.rank)
     packed = f"packed layers {_gb(plan.files)}, " if plan.run.host == "mmap" else ""
     resident = f"{_gb(plan.resident.device)}; with checkpointing {_gb(plan.checkpointed.device)}"
     rows = {
-        "host memory": f"{_gb(plan.host_bytes)}, page-locked ({parts})",
+        "host memory": f"{_gb(plan.host_bytes)}, page-locked{but} ({parts})",
         "disk": f"{_gb(model.download)} to download, {packed}adapter {_gb(adapter)}",
         "step, all streams": _step_text(plan.time, rates),
     }
@@ -93,6 +94,8 @@ def _other_rows(plan: RunPlan, rates: Rates) -> list[tuple[str | Text, str | Tex
 
 def _step_text(time: StepTime, rates: Rates) -> str:
     link = f"{time.link:.3f} s for {_gb(time.streamed)} at {rates.link / 1e9:.1f} GB/s"
+    if time.rate != rates.link:
+        link += f", layers, which are not page-locked, at {time.rate / 1e9:.1f} GB/s"
     if time.compute is None:
         return (
             f"at least {time.seconds:.3f} s: link {link} ({rates.source}); the GPU's rate is not "
@@ -227,6 +230,7 @@ def _time_json(time: StepTime) -> dict[str, Any]:
         "launch_seconds": time.launch,
         "beside_seconds": time.beside,
         "bytes_streamed": time.streamed,
+        "layers_bytes_per_second": time.rate,
     }
 
 

@@ -89,9 +89,10 @@ CARDS: Mapping[str, Rates] = {
     )
 }
 """Rates by card. Compute is what 2048 more tokens take of a step of Qwen2.5 32B with checkpointing,
-and what does not grow with tokens is fitted to it; launch is that of eager steps at 512 tokens; the
-rest is fitted to the committed records. What the host launches can take half as long again with the
-same GPU on another host."""
+and what does not grow with tokens is fitted to it; launch is that of eager steps at 512 tokens;
+ring lies between what gates of 32B give for layers in ordinary memory, 27.2e9, and in files,
+23.1e9; the rest is fitted to the committed records. What the host launches can take half as long
+again with the same GPU on another host."""
 
 
 @frozen(kw_only=True)
@@ -135,6 +136,7 @@ class StepTime:
         optimizer: what moving the optimizer's state takes.
         beside: what is in no phase.
         streamed: bytes that the copies of one step move to the device.
+        rate: bytes a second at which layers are copied.
     """
 
     phases: tuple[Phase, ...]
@@ -142,6 +144,7 @@ class StepTime:
     optimizer: float
     beside: float
     streamed: int
+    rate: float
 
     @property
     def seconds(self) -> float:
@@ -239,11 +242,11 @@ def step_time(
     launch = 0.0 if run.graphs else layers * rates.launch
     computed = _compute(weights, run, rates)
     ring = None if run.host == "pinned" else rates.ring
-    layer_rate = min(rates.link, ring or rates.link)
+    rate = min(rates.link, ring or rates.link)
     phases = (
         Phase(
             name="forward",
-            link=forward / layer_rate,
+            link=forward / rate,
             compute=computed and computed[0],
             launch=launch / 3,
             overlap=-(-layers // run.block_size),
@@ -251,7 +254,7 @@ def step_time(
         Phase(name="head", link=weights.head_bytes / rates.link, compute=computed and computed[1]),
         Phase(
             name="backward",
-            link=backward / layer_rate,
+            link=backward / rate,
             compute=computed and computed[2],
             launch=launch * 2 / 3,
             overlap=-(-layers // run.block_size),
@@ -265,6 +268,7 @@ def step_time(
         beside=run.accumulate * rates.beside
         + (0.0 if run.fused else weights.adapter_tensors * rates.optimizer),
         streamed=run.accumulate * streamed + state,
+        rate=rate,
     )
 
 
